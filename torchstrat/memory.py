@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.stand_ins import bare_step, stand_in_of
+from torchstrat.optimizers import bare_step, stand_in_of
 
 
 @dataclass(frozen=True)

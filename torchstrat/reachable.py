@@ -1,4 +1,5 @@
-"""What a step function can reach: its closure, the globals it names, defaults, bound ``self``, and its arguments."""
+"""What a step function can reach: its closure, the globals it names, defaults, bound ``self``, and its arguments; and
+where the memory of a tensor is, by which variables are found that share theirs with what is reached."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat import nest
+from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.values import DistributedValues
 from torchstrat.variable.tensor_like import TensorLike
 
@@ -274,3 +277,18 @@ def _names(code: types.CodeType) -> _Names:
             for own, inner in zip(names, _names(constant), strict=True):
                 own.update(inner)
     return names
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether it is plain memory, which can be shared."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda)
+    with DisableTorchFunctionSubclass():  # a variable that is cut over logical devices says where its pieces are
+        return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.untyped_storage().data_ptr()
+    with DisableTorchFunctionSubclass():  # one of parameter servers would bring its values, and keep them in mind
+        return tensor.untyped_storage().data_ptr()

@@ -31,7 +31,7 @@ class BatchInfo:
 
 
 class Weights(Protocol):
-    """How much each replica counted in a run; see `torchstrat.replicas.weights.StepWeights`."""
+    """How much each replica counted in a run; see `torchstrat.replicas.engine.StepWeights`."""
 
     def known(self, replica: int) -> float | None:
         """None where nothing has said it."""

@@ -21,11 +21,9 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.optimizer_tiers import is_listed
-from torchstrat.reachable import Reached, Start
+from torchstrat.optimizers import is_listed, take_over_steps
+from torchstrat.reachable import Reached, Start, address_of, has_address
 from torchstrat.replicas.buffer_rules import BufferRules
-from torchstrat.replicas.common_storage import address_of, has_address
-from torchstrat.stand_ins import take_over_steps
 
 _REMEMBERED_STEPS = 256
 

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import torch
 
 from tests.matrix.table import PlantedFault
-from torchstrat import gradients, stand_ins, variables
-from torchstrat.replicas import gradient_reducer, gradient_synchronizer, nested_steps, optimizer_step
-from torchstrat.replicas.differing_edits import DifferingEdits
+from torchstrat import gradients, optimizers, variables
+from torchstrat.replicas import gradient_reducer, gradient_synchronizer, optimizer_step
 from torchstrat.replicas.in_process import gradients as in_process_gradients
 from torchstrat.replicas.per_process import step_policies
+from torchstrat.replicas.state import DifferingEdits
 
 Place = tuple[Any, str]
 
@@ -95,12 +95,12 @@ FAULTS = (
     ),
     _fault(
         "what an optimizer wraps has no stand-in",
-        partial(put, as_it_is, (stand_ins, "_in_place_of")),
+        partial(put, as_it_is, (optimizers, "_in_place_of")),
         *_both("one backward", "wrapper", "torchrun central_storage"),
     ),
     _fault(
         "a step within a step is one of its own",
-        partial(put, no, (nested_steps.StepInProgress, "is_around")),
+        partial(put, no, (optimizer_step.StepInProgress, "is_around")),
         *_both("one backward", "nested super().step()", "mirrored x2"),
     ),
     _fault(

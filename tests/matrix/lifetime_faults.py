@@ -22,7 +22,7 @@ from torchstrat.parameter_server.dispatcher import Dispatcher
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.replicas.central.state import CentralState
-from torchstrat.replicas.in_process import worker_threads
+from torchstrat.replicas.in_process import baton
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.variables import VariableRegistry, WeakOrdered
@@ -116,7 +116,7 @@ FAULTS = [
     ),
     PlantedFault(
         "threads of a dropped strategy go on",
-        lambda: _later(worker_threads, "_dismiss"),
+        lambda: _later(baton, "_dismiss"),
         _at("strategies", "dropped", "mirrored x2"),
     ),
     PlantedFault(

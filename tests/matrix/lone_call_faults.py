@@ -10,11 +10,10 @@ from unittest.mock import patch
 from tests.matrix.places import LOGICAL_DEVICES
 from tests.matrix.table import PlantedFault
 from torchstrat.checkpoint import job_state
-from torchstrat.collectives import process_group, standstill, words
+from torchstrat.collectives import agreement, process_group, standstill, words
 from torchstrat.collectives.failures import FailureBoard
 from torchstrat.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.dtensor.devices import LogicalDevices
-from torchstrat.replicas import agreement
 from torchstrat.replicas.per_process import engine as per_process
 from torchstrat.variable import assignment, variable
 

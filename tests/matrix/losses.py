@@ -25,8 +25,8 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, asser
 from torchstrat import ReduceOp, gradients
 from torchstrat import losses as own_losses
 from torchstrat.errors import UnsupportedError
-from torchstrat.replicas import collective_functions, renorm_check
-from torchstrat.replicas.weights import StepWeights
+from torchstrat.replicas import collective_functions, graph_checks
+from torchstrat.replicas.engine import StepWeights
 
 CLASSES, FEATURES = 5, 6
 Batch = tuple[torch.Tensor, ...]
@@ -256,7 +256,7 @@ def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
 FAULTS = (
     PlantedFault(
         "whoever uses a table that lookups scale takes it for another lookup",
-        _sees_each(renorm_check, "_used_as_a_whole", lambda _: lambda roots, is_scaled: None),
+        _sees_each(graph_checks, "_used_as_a_whole", lambda _: lambda roots, is_scaled: None),
         _at("table with max_norm, its rows and all of it", "even", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(

@@ -19,8 +19,7 @@ import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas.in_process.twins import Twins
-from torchstrat.replicas.newborn import Newborn
+from torchstrat.replicas.newborn import Newborn, Twins
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 Kept = dict[str, Any]

@@ -33,16 +33,14 @@ from torch.utils.checkpoint import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
-from torchstrat.replicas import hyperparameters, renormed_rows
+from torchstrat.replicas import optimizer_state, renormed_rows
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
-from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
-from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
+from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers, KeptAttributes
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
-from torchstrat.replicas.in_process.tensor_slot import TensorSlot
-from torchstrat.replicas.per_process.state_edits import StateEdits
+from torchstrat.replicas.per_process.edits import StateEdits
+from torchstrat.replicas.state import TensorSlot
 from torchstrat.replicas.state_kinds import KINDS
 from torchstrat.variables import VariableRegistry
 
@@ -649,7 +647,7 @@ FAULTS = (
     ),
     PlantedFault(
         "hyperparameters are each rank's own",
-        _off(hyperparameters, "digest", lambda optimizer: 0.0),
+        _off(optimizer_state, "digest", lambda optimizer: 0.0),
         _at("hyperparameter", "edited differently", "torchrun mirrored", "torchrun central_storage"),
     ),
     PlantedFault(

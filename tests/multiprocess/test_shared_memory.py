@@ -20,14 +20,14 @@ import torch
 import torchstrat as ts
 from tests.support.central_storage import mappings, me
 from tests.support.replicas import check_processes, run_case
-from torchstrat.collectives.shared_memory import futex, neighbours, segment
+from torchstrat.collectives.shared_memory import lockstep, neighbours, segment
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind
 from torchstrat.collectives.shared_memory.device_copies import CudaRuntime, DeviceCopies
 from torchstrat.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.errors import CommunicationError, UnsupportedError
 from torchstrat.testing import Workers, contract
 
-pytestmark = pytest.mark.skipif(futex.why_not() is not None, reason=str(futex.why_not()))
+pytestmark = pytest.mark.skipif(lockstep.why_not() is not None, reason=str(lockstep.why_not()))
 
 SECONDS = timedelta(seconds=20)
 

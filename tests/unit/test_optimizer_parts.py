@@ -19,14 +19,22 @@ from torch import nn, optim
 import torchstrat as ts
 from tests.support.parameter_servers import PerTensor
 from tests.support.replicas import cpus
-from torchstrat import Ftrl, optimizer_blocks, optimizer_tiers
+from torchstrat import Ftrl, optimizers
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
-from torchstrat.optimizer_tiers import UNKNOWN, Gradients, Kind, Tier, is_listed, tier_of
+from torchstrat.optimizers import (
+    UNKNOWN,
+    Gradients,
+    Kind,
+    Tier,
+    bare_step,
+    is_listed,
+    is_worth_blocks,
+    step_in_blocks,
+    tier_of,
+)
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
 from torchstrat.parameter_server.variables.elementwise import Kinds, check_word
 from torchstrat.replicas.central.portions import Work, portions
-from torchstrat.stand_ins import bare_step
 
 Make = Callable[[Any], optim.Optimizer]
 
@@ -93,7 +101,7 @@ def ones(*shape: int) -> nn.Parameter:
 
 def test_which_optimizers_may_be_stepped_in_parts() -> None:
     tried = {type(make([ones(1)])) for make in SETTINGS.values()}
-    assert tried == {cls for cls, kind in optimizer_tiers._KINDS.items() if kind.tier is Tier.ELEMENTS}
+    assert tried == {cls for cls, kind in optimizers._KINDS.items() if kind.tier is Tier.ELEMENTS}
     assert all(tier_of(make([ones(1)])) is Tier.ELEMENTS for make in SETTINGS.values())
     assert tier_of(optim.Adafactor([ones(2, 2)])) is Tier.PARAMETERS
     for unknown in (Mine, optim.LBFGS, partial(optim.SGD, differentiable=True)):
@@ -160,8 +168,8 @@ def change_rate(optimizer: optim.Optimizer, number: int) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(optimizer_blocks, "_BLOCK_BYTES", 4096)
-    monkeypatch.setattr(optimizer_blocks, "_FEWEST_BLOCKS", 2)
+    monkeypatch.setattr(optimizers, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(optimizers, "_FEWEST_BLOCKS", 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -245,7 +253,7 @@ def test_what_is_stepped_whole(name: str) -> None:
 @pytest.mark.parametrize("make", [partial(optim.SGD, momentum=0.9), optim.Adagrad, optim.RMSprop, optim.Adam])
 def test_steps_of_few_kernels_are_cut_from_more_blocks_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for fewest, cuts in ((2, True), (3, make is optim.Adam)):
-        monkeypatch.setattr(optimizer_blocks, "_FEWEST_BLOCKS", fewest)
+        monkeypatch.setattr(optimizers, "_FEWEST_BLOCKS", fewest)
         optimizer = make([ones(4096 // 4 * 3)])
         assert is_worth_blocks(optimizer) is cuts
         assert step_in_blocks(optimizer) is cuts
@@ -332,7 +340,7 @@ def test_servers_step_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("strategy", [ts.MirroredStrategy, ts.CentralStorageStrategy])
 def test_hooks_of_users_find_the_step_before_or_behind_them(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that a pre-hook changes are stepped with, and a post-hook finds parameters and state stepped."""
-    answers = counted(monkeypatch, "torchstrat.replicas.last_hooks")
+    answers = counted(monkeypatch, "torchstrat.replicas.optimizer_step")
 
     def train(run: Callable[[Callable[[], None]], Any], scope: Any) -> list[torch.Tensor]:
         """The parameter after three steps, and a state that the post-hook has found."""
@@ -479,7 +487,7 @@ def kind_of(cls: Callable[..., torch.optim.Optimizer], *shapes: tuple[int, ...],
 def test_every_optimizer_of_torch_is_listed() -> None:
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     unlisted = {cls for cls in classes if issubclass(cls, torch.optim.Optimizer)} - LISTED
-    assert unlisted == {torch.optim.Optimizer}, "decide what kind these are of, in torchstrat/optimizer_tiers.py"
+    assert unlisted == {torch.optim.Optimizer}, "decide what kind these are of, in torchstrat/optimizers.py"
 
 
 @pytest.mark.parametrize("name", SPLITTABLE)

@@ -15,7 +15,7 @@ import torch
 
 from torchstrat.data.own_draws import OwnDraws
 from torchstrat.data.process_streams import NumpyStream, PythonStream
-from torchstrat.generator_states import state_of
+from torchstrat.randomness import state_of
 
 
 def drawn() -> list[Any]:

@@ -48,7 +48,7 @@ from torchstrat.errors import (
     UnsupportedError,
 )
 from torchstrat.host_memory import available_bytes
-from torchstrat.optimizer_tiers import Kind, Tier
+from torchstrat.optimizers import Kind, Tier
 from torchstrat.parameter_server.applied_parts import EarlierRuns, part_of
 from torchstrat.parameter_server.messages import (
     COORDINATOR,

@@ -3,7 +3,7 @@
 Under the name ``torchstrat``, which no object of a user's may have::
 
     torchstrat.process_0.torch          the default generator of the process of rank 0; ….cuda.cuda_0, ….python, ….numpy
-    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.replicas.randomness`; and what it has
+    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.randomness`; and what it has
                                         for itself where replicas step their own, see `torchstrat.replicas.local_state`
     torchstrat.parameter_servers        the seed of scheduled functions, and how many have ended
 
@@ -27,9 +27,8 @@ from torch import nn
 from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
 from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
-from torchstrat.generator_states import state_of
+from torchstrat.randomness import seedings, state_of
 from torchstrat.replicas.local_state import OwnValues, mean_of, put_values
-from torchstrat.replicas.randomness import seedings
 from torchstrat.replicas.roster import Rosters
 from torchstrat.variable.variable import Variable
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchstrat import _torch_private
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
 from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block, key_of
-from torchstrat.optimizer_tiers import is_listed, kind_of
+from torchstrat.optimizers import is_listed, kind_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored

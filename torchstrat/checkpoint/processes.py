@@ -93,8 +93,8 @@ def all_processes(call: str, objects: Mapping[str, Any]) -> Iterator[Processes]:
         return
     # Imported here: only where there are several processes.
     from torchstrat.checkpoint.job_state import everyone_of
+    from torchstrat.collectives.agreement import agree
     from torchstrat.collectives.process_group import ProcessGroupCommunicator
-    from torchstrat.replicas.agreement import agree
 
     rank, size = dist.get_rank(), dist.get_world_size()
     plan = ProcessPlan(rank, size, rank, size, None, False, f"rank {rank} of {size}")

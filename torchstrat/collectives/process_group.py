@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan
+from torchstrat.collectives.agreement import OBJECT, header, length_in
 from torchstrat.collectives.default_group import DefaultGroup
 from torchstrat.collectives.failures import PATIENCE_SECONDS, FailureBoard
-from torchstrat.collectives.headers import OBJECT, header, length_in
 from torchstrat.collectives.peers import Identity, Peers
 from torchstrat.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
 from torchstrat.collectives.standstill import MOMENT_SECONDS, Channel, StandstillError

@@ -18,10 +18,9 @@ import torch
 
 from torchstrat.collectives.communicator import Communicator, Work
 from torchstrat.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
-from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece
+from torchstrat.collectives.shared_memory.in_place_sum import BLOCK_BYTES, Blocks, InPlaceSum, Piece
 from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.collectives.shared_memory.staged_sum import StagedSum
 from torchstrat.collectives.words import Words

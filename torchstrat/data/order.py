@@ -31,7 +31,7 @@ from torchstrat.data.own_draws import Seeds
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
-from torchstrat.generator_states import state_of
+from torchstrat.randomness import state_of
 
 BATCHES_PER_MESSAGE = 16
 """Enough to make the message's latency not count; few enough for samplers that follow the training."""

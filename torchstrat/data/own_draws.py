@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from torchstrat.data.pipeline import Pipeline
 from torchstrat.data.process_streams import NUMPYS, PYTHONS, NumpyStream, PythonStream
 from torchstrat.data.random_states import RandomStreams
-from torchstrat.generator_states import state_of
+from torchstrat.randomness import state_of
 from torchstrat.reachable import Start
 
 logger = logging.getLogger("torchstrat.data")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torchstrat.generator_states import state_of
+from torchstrat.randomness import state_of
 from torchstrat.reachable import GENERATOR_TYPES
 
 SHARED = ("torch", "python", "numpy")

@@ -14,7 +14,7 @@ import torch
 from torchstrat import nest
 from torchstrat.data import rows
 from torchstrat.data.marks import Along, Examples, Same
-from torchstrat.generator_states import state_of
+from torchstrat.randomness import state_of
 
 DType = Any  # torch.dtype, or numpy.dtype(object) for strings
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from torchstrat import context, nest
+from torchstrat.collectives.agreement import INPUT, agree, all_equal, code, fingerprint
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.collectives.headers import code
 from torchstrat.data.layout import InputLayout
 from torchstrat.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
 from torchstrat.dtensor.cut_tensor import CutTensor
@@ -31,11 +31,10 @@ from torchstrat.dtensor.step import StepSurroundings, step_pieces
 from torchstrat.dtensor.traffic import Traffic
 from torchstrat.dtensor.whole_states import hook_modules, hook_optimizer
 from torchstrat.errors import ContextError, ReplicaDivergenceError
-from torchstrat.generator_states import state_of
 from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
+from torchstrat.randomness import state_of
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.agreement import INPUT, agree, all_equal, fingerprint
 from torchstrat.replicas.engine import ReplicaStates, adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.sharding.grid import DeviceGrid, Sharding

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat._torch_private import DisableTorchFunction, swap_tensor_impl
-from torchstrat.collectives.headers import code
+from torchstrat.collectives.agreement import agree, all_equal, code
 from torchstrat.dtensor.axes import Cut
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
@@ -30,10 +30,9 @@ from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
 from torchstrat.dtensor.no_values import Note, without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
-from torchstrat.generator_states import state_of
 from torchstrat.gradients import GradientHook
 from torchstrat.piece_kinds import class_of_pieces, piece_of, plain_kind
-from torchstrat.replicas.agreement import agree, all_equal
+from torchstrat.randomness import state_of
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
 from torchstrat.variables import VariableRegistry

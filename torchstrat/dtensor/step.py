@@ -20,9 +20,8 @@ from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor
 from torchstrat.dtensor.operators import apply
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError, UnsupportedError
-from torchstrat.optimizer_tiers import Tier, names_of, tier_of
+from torchstrat.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
 from torchstrat.piece_kinds import plain_kind
-from torchstrat.stand_ins import bare_step, stand_in_of
 from torchstrat.variables import VariableRegistry
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError
-from torchstrat.optimizer_tiers import Tier, tier_of
+from torchstrat.optimizers import Tier, tier_of
 
 
 def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: Any) -> None:

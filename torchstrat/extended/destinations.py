@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchstrat.collectives.agreement import within
 from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import within
 from torchstrat.values import DistributedValues, Mirrored
 from torchstrat.variable.variable import Variable
 

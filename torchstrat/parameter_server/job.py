@@ -20,7 +20,7 @@ from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
-from torchstrat.optimizer_tiers import Tier, is_listed
+from torchstrat.optimizers import Tier, is_listed
 from torchstrat.parameter_server.dispatch import (
     AGGREGATIONS,
     DEFAULT_DTYPE,

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchstrat import reduction
+from torchstrat.collectives.agreement import agree, all_equal, code
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.collectives.headers import code
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.tensor_bytes import bytes_of
 
 _LARGE_BYTES = 1 << 20  # above this, adding up on the way beats collecting all components

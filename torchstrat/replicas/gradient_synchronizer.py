@@ -16,16 +16,14 @@ import torch
 
 from torchstrat import hook_registrations
 from torchstrat._torch_private import queue_backward_callback
+from torchstrat.collectives.agreement import agree, agree_and_sum, all_equal
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.gradients import CombinedGradient, is_watched, share_memory, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
-from torchstrat.replicas.backward_pass import EndOfPass, nothing
+from torchstrat.replicas.backward_pass import EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
 from torchstrat.replicas.buckets import Plan, Plans
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.gradient_reducer import GradientReducer, Owners, as_dense
-from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_graph
-from torchstrat.replicas.hooked_gradients import HookTurns
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.transfer import broadcast_gradients

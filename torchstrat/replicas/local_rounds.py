@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.collectives.agreement import agree, all_equal
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.replicas.agreement import agree, all_equal
+from torchstrat.optimizers import stepped_by
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.update_policies import END_OF_ROUND, LocalUpdate, Replica
-from torchstrat.stand_ins import stepped_by
 
 
 class LocalRounds:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.optimizers import stepped_by
+from torchstrat.randomness import ROUND, ReplicaStreams
 from torchstrat.replicas.local_rounds import LocalRounds
-from torchstrat.replicas.randomness import ROUND, ReplicaStreams
 from torchstrat.replicas.roster import Roster
-from torchstrat.stand_ins import stepped_by
 from torchstrat.variables import VariableRegistry
 
 State = dict[Any, Any]

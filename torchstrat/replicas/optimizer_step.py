@@ -1,10 +1,15 @@
 """An optimizer's step as one replica sees it: PyTorch's global step hooks, which see every optimizer, become calls of
-a step policy, which says who steps what."""
+a step policy, which says who steps what.
+
+A step within a step, of the optimizer that another one wraps or of the class that a subclass extends, is part of it.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,15 +23,86 @@ from torchstrat._torch_private import (
     put_clipping_hook,
     remove_clipping_hook,
 )
+from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.gradients import shares
+from torchstrat.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree
+from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.last_hooks import LastHooks
-from torchstrat.replicas.nested_steps import StepInProgress
-from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import be_idle, make_stand_in
+
+Hook = Callable[[Optimizer, Any, Any], Any]
+
+
+class LastHooks:
+    """Pre-hooks of one step each, registered while torch's global ones run: so they come last, after the user's own,
+    which may change gradients and parameters."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, Any] = {}
+
+    def put(self, optimizer: Optimizer, hook: Hook) -> None:
+        """``hook``: made by `before_step`."""
+        self.remove(optimizer)
+        self._handles[id(optimizer)] = optimizer.register_step_pre_hook(hook)
+
+    def remove(self, optimizer: Optimizer) -> None:
+        handle = self._handles.pop(id(optimizer), None)
+        if handle is not None:
+            handle.remove()
+
+    def clear(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def step_in_blocks(self, optimizer: Optimizer) -> None:
+        """Have the step that has begun made in blocks, where that is quicker. What is then stepped is a stand-in, which
+        has nothing to step; so hooks that follow find all of it done."""
+
+        def last(stepped: Optimizer, args: Any, kwargs: Any) -> Any:
+            if args[0] is not stepped or not step_in_blocks(stepped):  # a hook of the user's own steps another one
+                return None
+            return (make_stand_in(stepped), *args[1:]), kwargs
+
+        if is_worth_blocks(optimizer):
+            self.put(optimizer, before_step(last))
+
+
+_TORCHS = torch.optim.Optimizer.__module__
+
+
+class StepInProgress:
+    """The step that this thread makes for everyone. What is stepped within it is part of it."""
+
+    def __init__(self) -> None:
+        self.frame: FrameType | None = None
+
+    def begin(self) -> None:
+        """Called by a hook of that step."""
+        self.frame = _innermost_step()
+
+    def end(self) -> None:
+        self.frame = None
+
+    def is_around(self) -> bool:
+        """Whether the step whose hook calls this is another one, within that step. A step that has raised is over,
+        though nobody has said so."""
+        if self.frame is None:
+            return False
+        frame = _innermost_step()
+        if frame is self.frame:
+            return False
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+def _innermost_step() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != _TORCHS:
+        frame = frame.f_back
+    return frame
 
 
 class StepCall(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchstrat.collectives.agreement import code
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.collectives.headers import code
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.variables import Members, VariableRegistry
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.replicas.agreement import fingerprint
+from torchstrat.collectives.agreement import fingerprint
 from torchstrat.variables import VariableRegistry
 
 Digest = tuple[Any, ...]
@@ -141,7 +141,7 @@ KINDS = (
     StateKind(
         "module made in a step",
         "kept or made anew by every step, its parameters are variables from its first forward pass on: the first "
-        "replica's values, combined gradients (`newborn`; in one process `twins`)",
+        "replica's values, combined gradients (`newborn`)",
     ),
     StateKind(
         "leaf tensor made in a step",

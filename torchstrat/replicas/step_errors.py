@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchstrat.replicas.weights import StepWeights
+from torchstrat.replicas.engine import StepWeights
 
 
 def add_replica_note(error: Exception, replica: int, num_replicas: int, weights: StepWeights) -> None:

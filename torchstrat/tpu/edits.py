@@ -13,7 +13,7 @@ from torchstrat._torch_private import swap_tensor_impl
 from torchstrat.errors import UnsupportedError
 from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas.buffer_rules import is_statistic
-from torchstrat.replicas.differing_edits import DifferingEdits
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.tpu.backward import LaneBackward
 from torchstrat.tpu.lanes import Lanes
 from torchstrat.variables import BufferSlot, VariableRegistry

@@ -17,10 +17,9 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.engine import adoption_warning, regroup
-from torchstrat.replicas.in_process.worker_threads import WorkerThreads
-from torchstrat.replicas.weights import StepWeights
+from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
+from torchstrat.replicas.in_process.baton import WorkerThreads
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.run_options import RunOptions
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.tpu import lane_values

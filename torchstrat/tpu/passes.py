@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import set_version_counters
-from torchstrat.replicas.in_process.baton import Baton
-from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
-from torchstrat.replicas.in_process.worker_threads import WorkerThreads
+from torchstrat.optimizers import be_idle, make_stand_in
+from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
+from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.thread_state import ThreadState
-from torchstrat.stand_ins import be_idle, make_stand_in
 from torchstrat.tpu.lanes import steps_own_tensors
 from torchstrat.variables import VariableRegistry
 

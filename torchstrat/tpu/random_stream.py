@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.generator_states import state_of
-from torchstrat.replicas.randomness import seedings, stream_seed
+from torchstrat.randomness import seedings, state_of, stream_seed
 from torchstrat.tpu.spmd import SpmdRuntime
 
 

@@ -12,7 +12,7 @@ from torchstrat.context import ReplicaContext, enter
 from torchstrat.errors import WrongTypeError
 from torchstrat.reachable import Start
 from torchstrat.reduction import ReduceOp, VariableAggregation, as_tensor
-from torchstrat.replicas.differing_edits import DifferingEdits
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.tpu.backward import LaneBackward, LaneWeights, Meet
 from torchstrat.tpu.cross_lanes import CrossLanes, all_gather, all_reduce
 from torchstrat.tpu.draws import Draws

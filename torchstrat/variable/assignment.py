@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat import context
+from torchstrat.collectives.agreement import within
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError, WrongTypeError
 from torchstrat.reduction import VariableAggregation
-from torchstrat.replicas.agreement import within
 from torchstrat.values import PerReplica, select_replica
 from torchstrat.variable.aggregation import Given, exchange_values, merge_values
 from torchstrat.variable.creation import from_first_replica, spans_processes

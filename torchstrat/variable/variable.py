@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from torchstrat import context, reduction
+from torchstrat.collectives.agreement import within
 from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrat.replicas.agreement import within
 from torchstrat.values import PerReplica
 from torchstrat.variable.aggregation import Given
 from torchstrat.variable.assignment import apply, updated_replica

@@ -15,7 +15,7 @@ import time
 from typing import NamedTuple
 
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.collectives.shared_memory import futex
+from torchstrat.collectives.shared_memory import lockstep
 from torchstrat.collectives.shared_memory.segment import Segment
 
 MEETING = "the start of shared memory (processes of one host meet)"
@@ -71,7 +71,7 @@ class Neighbours:
             raise
 
     def _require_one_place(self) -> None:
-        why_not, place = futex.why_not(), None
+        why_not, place = lockstep.why_not(), None
         if why_not is None:
             try:
                 place = Place.here()

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.errors import InvalidArgumentError, NotSendableError, UnsupportedError
-from torchstrat.optimizer_tiers import Kind, Tier, is_listed, kind_of
+from torchstrat.optimizers import Kind, Tier, is_listed, kind_of
 
 Options = Mapping[str, Any]
 """The hyperparameters of a parameter group: everything in it but ``params``."""

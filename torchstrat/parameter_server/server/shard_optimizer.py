@@ -21,11 +21,9 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import optimizers_without_compiler, step_without_compiler
-from torchstrat.optimizer_blocks import step_in_blocks
-from torchstrat.optimizer_tiers import Gradients, kind_of
+from torchstrat.optimizers import Gradients, kind_of, stand_in_of, step_in_blocks
 from torchstrat.parameter_server.messages import SetAttributes, StateOfShard
 from torchstrat.parameter_server.server.packing import Options, check_supported, parts_of, unpickling
-from torchstrat.stand_ins import stand_in_of
 
 
 class ShardOptimizer:

@@ -11,7 +11,7 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.host_memory import check_fits
-from torchstrat.optimizer_tiers import Gradients, Tier, is_listed
+from torchstrat.optimizers import Gradients, Tier, is_listed
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.accumulators import check_gradient
 from torchstrat.parameter_server.server.advice import MORE_SERVERS

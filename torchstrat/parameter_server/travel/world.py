@@ -11,12 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.errors import FunctionError
-from torchstrat.optimizer_tiers import is_listed
+from torchstrat.optimizers import is_listed, take_over_steps
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.travel.catalog import Increment
 from torchstrat.parameter_server.travel.not_here import NotHere
 from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
-from torchstrat.stand_ins import take_over_steps
 
 _CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.errors import UnsupportedError
-from torchstrat.optimizer_tiers import Gradients, Kind, Tier
+from torchstrat.optimizers import Gradients, Kind, Tier
 from torchstrat.parameter_server.messages import VariableSpec
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.optimizer_tiers import Gradients, Kind, Tier, is_listed, kind_of, kind_of_class
+from torchstrat.optimizers import Gradients, Kind, Tier, is_listed, kind_of, kind_of_class
 from torchstrat.parameter_server.messages import StateOfShard
 from torchstrat.parameter_server.server.packing import check_supported, parts_of
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from torchstrat import context
 from torchstrat.errors import ContextError, OutOfRangeError
-from torchstrat.generator_states import state_of
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.applied_parts import EarlierRuns
 from torchstrat.parameter_server.messages import SetAttributes
@@ -23,6 +22,7 @@ from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.made_parameters import MadeParameters
 from torchstrat.parameter_server.worker.steps import RemoteSteps
+from torchstrat.randomness import state_of
 
 
 class _Running(threading.local):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.optimizer_tiers import is_listed
+from torchstrat.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, Modes, Options
 from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.travel.closures import unpack

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import DisableTorchFunction, before_step, number_hooks_apart
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.optimizer_tiers import is_listed
+from torchstrat.optimizers import be_idle, is_listed, make_stand_in
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import (
     Accumulation,
@@ -40,9 +40,7 @@ from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.made_parameters import notice_parameters
 from torchstrat.parameter_server.worker.row_gradients import rows_of
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, be_told_no_more, be_told_of_arrays
-from torchstrat.replicas.last_hooks import LastHooks
-from torchstrat.replicas.optimizer_step import closure_of
-from torchstrat.stand_ins import be_idle, make_stand_in
+from torchstrat.replicas.optimizer_step import LastHooks, closure_of
 
 
 class _Here(threading.local):

@@ -14,10 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.optimizers import State, stand_in_of
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part
 from torchstrat.replicas.central.state import CentralState, Made
-from torchstrat.stand_ins import State, stand_in_of
 
 _MISSING = object()
 

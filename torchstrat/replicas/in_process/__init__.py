@@ -1,5 +1,5 @@
 """Replicas of one process: threads that take turns, over components that take each other's place in the user's objects.
 
-`engine` is the `ReplicaEngine`. Beside it, the TPU's engine uses `baton`, `worker_threads` and `component_helpers`
-from here.
+`engine` is the `ReplicaEngine`. Beside it, the TPU's engine uses `baton` and `component_attributes` from
+here.
 """

@@ -22,15 +22,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import foreach_copy_, set_version_counters
-from torchstrat.replicas.common_storage import CommonStorages
+from torchstrat.randomness import ReplicaStreams
 from torchstrat.replicas.entries import reference_of_entry
-from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
+from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
-from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
-from torchstrat.replicas.in_process.tensor_slot import TensorSlot, is_variable
-from torchstrat.replicas.optimizer_views import SharedState
-from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.optimizer_state import SharedState
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
+from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable
 from torchstrat.variables import Members, VariableRegistry
 
 CENTRAL = -1

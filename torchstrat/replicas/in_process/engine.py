@@ -26,33 +26,30 @@ from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import ContextError
 from torchstrat.gradients import check_weight
 from torchstrat.memory import Copies, copies_in_one_process, local_copies
+from torchstrat.optimizers import stepped_by
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas import hyperparameters
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.differing_edits import (
+from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning, regroup
+from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
+from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
+from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.in_process.gradients import InProcessGradients
+from torchstrat.replicas.in_process.local_components import LocalComponents
+from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
+from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
+from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
+from torchstrat.replicas.newborn import Newborn, parameters_of
+from torchstrat.replicas.state import (
     DifferingEdits,
     data_edited_differently,
     edited_differently,
     state_edited_differently,
 )
-from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
-from torchstrat.replicas.in_process.baton import Baton
-from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.in_process.gradients import InProcessGradients
-from torchstrat.replicas.in_process.local_components import LocalComponents
-from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
-from torchstrat.replicas.in_process.worker_threads import WorkerThreads
-from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
-from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
-from torchstrat.replicas.loss_check import LossCheck
-from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
-from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import stepped_by
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variables import VariableRegistry
 
@@ -354,7 +351,7 @@ class InProcessReplicas:
         if not self._differing.is_told_of_settings:
             for helper, (first, *others) in self._components.settings():
                 for groups in others:
-                    self._differing.report_settings(helper, hyperparameters.differing(first, groups))
+                    self._differing.report_settings(helper, optimizer_state.differing(first, groups))
         if self._differing.is_told or self._rounds:
             return
         slots = self._components.slots()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
-from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.local_state import OwnValues, put_values
 from torchstrat.replicas.roster import Roster

@@ -14,23 +14,23 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import after_step, before_step
 from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.optimizers import be_idle, make_stand_in, stepped_by
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.differing_edits import (
+from torchstrat.replicas.engine import StepWeights
+from torchstrat.replicas.in_process.baton import Baton
+from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.in_process.gradients import InProcessGradients
+from torchstrat.replicas.local_rounds import LocalRounds
+from torchstrat.replicas.optimizer_state import real_state
+from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
+from torchstrat.replicas.state import (
     DifferingEdits,
+    TensorSlot,
     edited_differently,
     gradients_edited_differently,
     state_edited_differently,
 )
-from torchstrat.replicas.in_process.baton import Baton
-from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.in_process.gradients import InProcessGradients
-from torchstrat.replicas.in_process.tensor_slot import TensorSlot
-from torchstrat.replicas.local_rounds import LocalRounds
-from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
-from torchstrat.replicas.optimizer_views import real_state
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
 
 
 class InProcessSteps:

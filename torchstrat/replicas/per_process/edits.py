@@ -1,25 +1,220 @@
-"""Parameters that a step's own code has changed in place: where replicas did so differently, the first one's count,
-but for rows of tables that a lookup has scaled (`renormed_rows`).
+"""What a step has changed, with one replica per process: where ranks did so differently, the first one's counts.
+As in one process, but nobody else would notice between processes.
 
-Decay and clamping are the same on every rank and need nothing. Random noise is not: each replica draws its own.
+**Parameters**, changed in place. Decay and clamping are the same on every rank and need nothing. Random noise is not:
+each replica draws its own. Rows of tables that a lookup has scaled (`renormed_rows`) count from every rank.
+
+**State of optimizers.** To read the version of all that an optimizer keeps would cost every step more than it is worth,
+so the step's code has a view of the state that notes what it looks at; most steps never look.
+
+**Buffers** are brought together when a run ends, where a step has changed them differently.
+
+**What is no tensor**: modes, ``requires_grad``, plain attributes of modules, and what schedulers and scalers keep.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import io
+import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from torchstrat.collectives.agreement import fingerprint
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.optimizers import stepped_by, wrapped_by
+from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas import renormed_rows
-from torchstrat.replicas.agreement import fingerprint
-from torchstrat.replicas.per_process.state_edits import StateEdits
+from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
+from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.samples import sample
+from torchstrat.replicas.state import is_memory, sample
+from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.variables import BufferSlot, Members, VariableRegistry
+
+Prints = dict[int, float]
+"""Of parameters' entries, by the parameter's place."""
+
+
+class _Noted(NamedTuple):
+    """A value as the step's code has found it."""
+
+    value: Any
+    version: int
+    address: int
+    sample: bytes
+
+    def is_still(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return value is self.value or (is_plain(value) and is_plain(self.value) and value == self.value)
+        return value is self.value and _note(value)[1:] == self[1:]
+
+
+def _note(value: Any) -> _Noted:
+    if not isinstance(value, torch.Tensor):
+        return _Noted(value, 0, 0, b"")
+    is_at_an_address = is_memory(type(value)) and value.layout == torch.strided and not value.is_meta
+    address = value.data_ptr() if is_at_an_address else 0
+    return _Noted(value, 0 if value.is_inference() else value._version, address, sample(value))
+
+
+def _note_entry(entry: Any) -> dict[Any, _Noted]:
+    return {name: _note(value) for name, value in _values(entry).items()}
+
+
+def _values(entry: Any) -> dict[Any, Any]:
+    """Of one parameter; most optimizers keep a dictionary."""
+    return entry if isinstance(entry, dict) else {} if entry is None else {"": entry}
+
+
+def _is_still(noted: Any, entry: Any) -> bool:
+    before, now = noted if isinstance(noted, dict) else {}, _values(entry)
+    return before.keys() == now.keys() and all(before[name].is_still(value) for name, value in now.items())
+
+
+class _Watched(NamedTuple):
+    optimizer: Optimizer
+    shared: SharedState
+    view: LeaderView
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether there is another state by now, from ``load_state_dict``, say."""
+        state = vars(self.optimizer).get("state")
+        return state is not self.view and state is not self.shared.real
+
+
+class StateEdits:
+    """Of the optimizers of one run on this rank. It holds them until `forget`, and what they keep while they live."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+        self._views: weakref.WeakKeyDictionary[Optimizer, LeaderView] = weakref.WeakKeyDictionary()
+
+    def begin(self, helpers: Iterable[Any]) -> None:
+        """A run begins; what the program did in between it did on all ranks."""
+        self._watched = {}
+        for helper in helpers:
+            if isinstance(helper, Optimizer):
+                self._watch(helper)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        own = vars(optimizer)
+        state = own.get("state")
+        if isinstance(state, dict):
+            real, view = real_state(state), self._views.get(optimizer)
+            if view is None or view.shared.real is not real:
+                self._views[optimizer] = view = LeaderView(SharedState(real, _note_entry))
+            view.shared.before.clear()
+            own["state"] = view
+            self._watched[id(optimizer)] = _Watched(optimizer, view.shared, view)
+
+    def pause(self, optimizer: Optimizer) -> None:
+        """It is about to step, on the state itself."""
+        for one in (optimizer, *wrapped_by(optimizer)):
+            own, found = vars(one), self._watched.get(id(one))
+            if found is not None and own.get("state") is found.view:
+                own["state"] = found.shared.real
+
+    def resume(self, optimizer: Optimizer) -> None:
+        """It has stepped, and the state is what all ranks have."""
+        for one in (optimizer, *wrapped_by(optimizer)):
+            own, found = vars(one), self._watched.get(id(one))
+            if found is None or own.get("state") is not found.shared.real:
+                self._watch(one)
+            else:
+                found.shared.before.clear()
+                own["state"] = found.view
+
+    def end(self) -> None:
+        """The step's code has come to its end."""
+        for optimizer, shared, view in self._watched.values():
+            own = vars(optimizer)
+            if own.get("state") is view:
+                own["state"] = shared.real
+
+    def forget(self) -> None:
+        """All ranks have what it has changed."""
+        self._watched = {}
+
+    def digest(self, optimizer: Optimizer) -> float:
+        """A number that is equal on ranks that have made the same edits: 0 where there are none."""
+        found = self._watched.get(id(optimizer))
+        if found is None or not (found.shared.before or found.is_replaced):
+            return 0.0
+        changed = self._changed(optimizer)
+        return float(zlib.crc32(repr(changed).encode())) if changed else 0.0
+
+    def _changed(self, optimizer: Optimizer) -> Prints:
+        found = self._watched.get(id(optimizer))
+        if found is None:
+            return {}
+        state, before = real_state(vars(optimizer).get("state")), found.shared.before
+        changed = {}
+        for place, tensor in enumerate(stepped_by(optimizer)):
+            if found.is_replaced or (tensor in before and not _is_still(before[tensor], state.get(tensor))):
+                changed[place] = _print(state.get(tensor))
+        return changed
+
+    def differing(self, communicator: Communicator, optimizer: Optimizer, call: str) -> list[int]:
+        """The places of parameters whose state ranks have changed, each in another way. All ranks call it, when
+        digests differ."""
+        everyone = communicator.all_gather_object(self._changed(optimizer), call)
+        places = sorted({place for one in everyone for place in one})
+        return [place for place in places if any(one.get(place) != everyone[0].get(place) for one in everyone)]
+
+    def level(self, communicator: Communicator, optimizer: Optimizer, places: list[int], call: str) -> None:
+        """There the first rank's state becomes everyone's. All ranks call it."""
+        tensors, state = stepped_by(optimizer), real_state(vars(optimizer).get("state"))
+        told: dict[int, Any] = {place: _copied(state.get(tensors[place])) for place in places}
+        told = communicator.broadcast_object(told, 0, call)
+        for place, entry in told.items() if communicator.rank else ():
+            tensor = tensors[place]
+            if entry is None:
+                state.pop(tensor, None)
+            elif not isinstance(entry, dict) or not isinstance(state.get(tensor), dict):
+                state[tensor] = entry
+            else:
+                _put(state[tensor], entry, tensor.device)
+
+
+def _print(entry: Any) -> float:
+    values = _values(entry)
+    plain = repr([(name, value) for name, value in values.items() if is_plain(value)])
+    tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    return float(zlib.crc32(plain.encode())) + sum(fingerprint(tensors))
+
+
+def _copied(entry: Any) -> Any:
+    """Without the memory around what are views."""
+    if isinstance(entry, dict):
+        return {name: _copied(value) for name, value in entry.items()}
+    return entry.detach().clone() if isinstance(entry, torch.Tensor) else entry
+
+
+def _put(here: dict[Any, Any], told: dict[Any, Any], device: torch.device) -> None:
+    for name in [name for name in here if name not in told]:
+        del here[name]
+    for name, value in told.items():
+        own = here.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            if own.shape == value.shape and own.dtype == value.dtype:
+                with torch.no_grad():
+                    own.copy_(value)
+                continue
+            value = value.to(own.device)
+        elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            value = value.to(device)
+        here[name] = value
 
 
 class ParameterEdits:
@@ -105,3 +300,255 @@ class ParameterEdits:
 def _probe(tensors: Iterable[torch.Tensor]) -> float:
     """A checksum of a few bytes of each tensor in host memory. Reading them on a GPU would make the host wait."""
     return float(zlib.crc32(b"".join(map(sample, tensors))))
+
+
+_Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+class ProcessBuffers:
+    """The buffers of one run. Made when it starts, with the ``members`` that there are; `BufferRules` says what becomes
+    of those that differ. Buffers on which all ranks agree are left alone: averaging equal numbers rounds them.
+    """
+
+    def __init__(self, registry: VariableRegistry, rules: BufferRules, members: Members, device: torch.device) -> None:
+        self._registry = registry
+        self._device = device
+        self._rules = rules
+        self._training_before = {id(module) for module in members.modules if module.training}
+        self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
+        self._counts: dict[tuple[int, str], float] = {}
+        self._before: dict[tuple[int, str], torch.Tensor] = {}
+        self._kept: list[tuple[BufferSlot, torch.Tensor, torch.Tensor]] = []
+        for slot in members.buffer_slots:
+            self._note(slot)
+
+    def _note(self, slot: BufferSlot) -> None:
+        module, name, tensor = slot.module, slot.name, slot.tensor
+        if module.training and tensor is not None and not _is_nothing(tensor):
+            self._kept.append((slot, tensor, tensor.detach().clone()))
+        if not module.training:
+            self._noted[id(module), name] = (tensor, 0 if tensor is None else tensor._version)
+        if counts_rows(module, name, tensor):
+            self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
+        if self._rules and tensor is not None and self._rules.needs_before(module, name):
+            self._before[id(module), name] = tensor.detach().clone()
+
+    def restore(self) -> None:
+        """After a failure: those of modules that trained when the run began are what they were."""
+        with torch.no_grad():
+            for slot, tensor, copy in self._kept:
+                slot.module._buffers[slot.name] = tensor
+                tensor.data.copy_(copy)
+
+    def _is_training(self, slot: BufferSlot) -> bool:
+        return slot.module.training or id(slot.module) in self._training_before
+
+    def _may_differ(self, slot: BufferSlot) -> bool:
+        """Buffers of modules in evaluation mode hardly ever change, so they are not read unless something shows it."""
+        tensor = slot.tensor
+        if self._is_training(slot):
+            return tensor is not None
+        noted, version = self._noted.get((id(slot.module), slot.name), (None, 0))
+        return tensor is not noted or (tensor is not None and tensor._version != version)
+
+    def _is_compared(self, slot: BufferSlot) -> bool:
+        return not (self._rules and self._rules.keeps_own(slot.module, slot.name)) and not _is_nothing(slot.tensor)
+
+    def summary(self, slots: Sequence[BufferSlot]) -> tuple[float, float]:
+        """Numbers that are equal on ranks whose buffers are. ``slots``: of all buffers that there are by now."""
+        if not slots:
+            return fingerprint(())
+        chosen = [slot for slot in slots if self._may_differ(slot) and self._is_compared(slot)]
+        return fingerprint(slot.tensor for slot in chosen if slot.tensor is not None)
+
+    def look_at_counts(self, slots: Iterable[BufferSlot], rows: int | None) -> None:
+        """``rows``: of this replica in the run that has ended."""
+        for slot in slots if self._counts and rows is not None else ():
+            before, tensor = self._counts.get((id(slot.module), slot.name)), slot.tensor
+            if before is not None and counts_rows(slot.module, slot.name, tensor):
+                self._rules.look_at_count(slot.module, slot.name, before, float(tensor), rows)  # type: ignore[arg-type]
+
+    def merge(self, communicator: Communicator, weights: list[float], call: str) -> None:
+        """All ranks call it, when summaries differ or any has buffers whose changes are to be summed. ``weights``: of
+        the ranks; where any has one, those without are left out of means."""
+        named = self._registry.named_buffer_slots()
+        found = {name: slot for name, slot in named.items() if self._is_compared(slot)}
+        own = {name: (_kind(slot.tensor), _print_of(slot.tensor)) for name, slot in found.items()}
+        everyone = communicator.all_gather_object(own, call)
+        counted = [weight > 0 or not any(weights) for weight in weights]
+        source = counted.index(True)
+        level: list[torch.Tensor] = []
+        done: set[int] = set()  # a tensor may be several modules' buffer
+        with torch.no_grad():
+            for name, slot in found.items():
+                each = [other.get(name) for other in everyone]
+                # A rank without it has dropped the module; the others will.
+                if None in each or (all(one == each[0] for one in each) and not self._sums(slot)):
+                    continue
+                if slot.tensor is not None and id(slot.tensor) in done:
+                    continue
+                done.add(id(slot.tensor))
+                self._merge_one(communicator, slot, [one[0] for one in each], counted, source, level, call)
+        broadcast_tensors(communicator, level, source, call)
+
+    def _sums(self, slot: BufferSlot) -> bool:
+        return (id(slot.module), slot.name) in self._before
+
+    @property
+    def sums(self) -> bool:
+        """Whether there are buffers whose changes are to be summed, also where these are equal. So on all ranks."""
+        return bool(self._before)
+
+    def _merge_one(
+        self,
+        communicator: Communicator,
+        slot: BufferSlot,
+        kinds: list[_Kind | None],
+        counted: list[bool],
+        source: int,
+        level: list[torch.Tensor],
+        call: str,
+    ) -> None:
+        """``level`` collects those that become the first rank's."""
+        tensor, key = slot.tensor, (id(slot.module), slot.name)
+        are_alike = all(kind == kinds[0] for kind in kinds) and tensor is not None
+        training = self._is_training(slot)
+        how = self._rules.aggregation_of(slot.module, slot.name, tensor, are_alike=are_alike, training=training)
+        if how is VariableAggregation.ONLY_FIRST_REPLICA:
+            kind = kinds[source]
+            if kind != _kind(tensor):
+                tensor = None if kind is None else torch.empty(kind[0], dtype=kind[1], device=self._device)
+                slot.module._buffers[slot.name] = tensor
+            if tensor is not None:
+                level.append(tensor)
+            return
+        assert tensor is not None
+        is_mean = how is VariableAggregation.MEAN
+        before = None if is_mean else self._before[key]
+        own = tensor.detach().clone() if before is None else tensor.detach() - before
+        total = (own if counted[communicator.rank] or not is_mean else torch.zeros_like(own)).contiguous()
+        communicator.all_reduce(total, call).wait()
+        tensor.copy_(total / sum(counted) if before is None else before + total)
+
+
+def _is_nothing(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a tensor without values."""
+    return tensor is not None and (is_lazy(tensor) or tensor.is_meta)
+
+
+def _kind(tensor: torch.Tensor | None) -> _Kind | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _print_of(tensor: torch.Tensor | None) -> tuple[float, float]:
+    return fingerprint([] if tensor is None else [tensor])
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+Attributes = dict[tuple[int, str], bytes]
+"""By the number of a module and the name of its attribute."""
+
+
+def _schedulers_and_scalers(members: Members) -> Iterator[Any]:
+    return (one for one in members.helpers if not isinstance(one, Optimizer))
+
+
+def _plain_of(helper: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(helper).items() if is_plain(value)}
+
+
+def plain_digest(members: Members) -> float:
+    """Equal on ranks that have it alike, but for attributes of modules, which each replica has for itself."""
+    flags = [module.training for module in members.modules]
+    flags += [tensor.requires_grad for tensor in members.tensors]
+    found = zlib.crc32(bytes(flags))
+    for helper in members.helpers:
+        if not isinstance(helper, Optimizer):
+            found = zlib.crc32(repr(_plain_of(helper)).encode(), found)
+    return float(found)
+
+
+def level_plain(communicator: Communicator, registry: VariableRegistry, source: int, call: str) -> None:
+    """That of rank ``source`` becomes everyone's. All ranks call it."""
+    members, tensors = registry.members(), registry.named_tensors()
+    own = (
+        {registry.number_of(module): module.training for module in members.modules},
+        {name: tensor.requires_grad for name, tensor in tensors.items()},
+        [_plain_of(one) for one in _schedulers_and_scalers(members)],
+    )
+    modes, flags, kept = communicator.broadcast_object(own, source, call)
+    for module in members.modules:
+        module.training = modes.get(registry.number_of(module), module.training)
+    for name, tensor in tensors.items():
+        flag = flags.get(name, tensor.requires_grad)
+        if flag != tensor.requires_grad and tensor.is_leaf and not is_lazy(tensor):
+            tensor.requires_grad_(flag)
+    for helper, told in zip(_schedulers_and_scalers(members), kept, strict=False):
+        vars(helper).update({name: value for name, value in told.items() if vars(helper).get(name) != value})
+
+
+# -- attributes of modules: handed to ranks that have no rows in a run -------------------------------------------------
+
+
+def attributes_of(registry: VariableRegistry) -> Attributes:
+    """Those that can be handed over: no modules, parameters and what holds such."""
+    found = {}
+    for module in registry.modules():
+        for name, value in vars(module).items():
+            if name not in _OF_MODULES and (content := _pickled(value)) is not None:
+                found[registry.number_of(module), name] = content
+    return found
+
+
+def changed_attributes(registry: VariableRegistry, before: Attributes) -> Attributes:
+    return {key: content for key, content in attributes_of(registry).items() if before.get(key) != content}
+
+
+def put_attributes(registry: VariableRegistry, told: Attributes) -> None:
+    """Containers stay the objects that they are: the program may have others' references to them."""
+    modules = {registry.number_of(module): module for module in registry.modules()}
+    for (number, name), content in told.items():
+        if number in modules:
+            own, value = vars(modules[number]), pickle.loads(content)  # of a rank of this job
+            if not _fill(own.get(name), value):
+                own[name] = value
+
+
+def _fill(own: Any, value: Any) -> bool:
+    """Whether ``own`` has become what ``value`` is. Only what is one module's own may: an enumeration's member, a
+    function or a frozen data class is there once, and others have it too."""
+    if type(own) is not type(value):
+        return False
+    if isinstance(own, list):
+        own[:] = value
+    elif isinstance(own, dict):
+        own.clear()
+        own.update(value)
+    elif not _is_own_data(own):
+        return False
+    if hasattr(own, "__dict__"):
+        vars(own).clear()
+        vars(own).update(vars(value))
+    return True
+
+
+def _is_own_data(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__"):
+        return False
+    return not value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad):
+            raise pickle.PicklingError("is not plain")
+
+
+def _pickled(value: Any) -> bytes | None:
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(value)
+    except Exception:
+        return None
+    return file.getvalue()

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
 from torchstrat._torch_private import new_hook_key
+from torchstrat.collectives.agreement import INPUT, agree, all_equal
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.context import ReplicaContext, enter
@@ -30,14 +31,14 @@ from torchstrat.devices import torch_device
 from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies, copies_in_processes
+from torchstrat.optimizers import wrapped_among
+from torchstrat.randomness import ReplicaStreams
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas import hyperparameters, plain_state
-from torchstrat.replicas.agreement import INPUT, agree, all_equal
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning
+from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning
 from torchstrat.replicas.exchange import (
     Gathered,
     gather_components,
@@ -48,25 +49,21 @@ from torchstrat.replicas.exchange import (
     weighted_mean,
 )
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.loss_check import LossCheck
+from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
 from torchstrat.replicas.per_process.drift import compare
-from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
-from torchstrat.replicas.per_process.process_buffers import ProcessBuffers
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
-from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import wrapped_among
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import Members, VariableRegistry
@@ -496,9 +493,9 @@ class PerProcessReplica:
         members = self.registry.members()
         roster = self._rosters.now(members)
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
-        settings = sum(map(hyperparameters.digest, optimizers))
+        settings = sum(map(optimizer_state.digest, optimizers))
         state = sum(map(self._state_digest, optimizers))
-        plain = plain_state.digest(members)
+        plain = plain_digest(members)
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
         own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
         rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
@@ -516,7 +513,7 @@ class PerProcessReplica:
         """``rows``: what each rank has brought, which differs, or has parts of gradients or sums of buffers in it."""
         weights, parts = [row[0] for row in rows], [row[1] for row in rows]
         if not all_equal([row[-2:-1] for row in rows]):
-            plain_state.level(self._communicator, self.registry, 0, END_OF_RUN)
+            level_plain(self._communicator, self.registry, 0, END_OF_RUN)
         states, rows = [row[-1:] for row in rows], [row[1:-2] for row in rows]
         if any(parts):
             self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])
@@ -525,7 +522,7 @@ class PerProcessReplica:
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         if differ and not all_equal([row[4:5] for row in rows]):
             for optimizer in optimizers:
-                found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
+                found = optimizer_state.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
         for optimizer in [] if all_equal(states) else optimizers:
             if not self._is_of_owner(optimizer):

@@ -18,10 +18,16 @@ from torch.optim import Optimizer
 from torchstrat import nest
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas import plain_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
+from torchstrat.replicas.per_process.edits import (
+    Attributes,
+    attributes_of,
+    changed_attributes,
+    level_plain,
+    put_attributes,
+)
 from torchstrat.replicas.per_process.step_policies import OWNER
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -51,7 +57,7 @@ class _Manifest(NamedTuple):
     gradients: dict[str, GradientStatus]
     """What has become of those that all ranks are to have."""
     pending: bool
-    attributes: plain_state.Attributes
+    attributes: Attributes
     """Of modules, which the step has changed."""
     helpers: list[Any]
 
@@ -95,7 +101,7 @@ class IdleReplicas:
             self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
         if self._first != OWNER:
             self._lend_state()
-        self._attributes = plain_state.attributes(self._registry) if self._world.rank == self._first else {}
+        self._attributes = attributes_of(self._registry) if self._world.rank == self._first else {}
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
@@ -121,8 +127,8 @@ class IdleReplicas:
             self._gradients.pending = manifest.pending
             self._materialise(manifest)
             self._load_helpers(manifest.helpers)
-            plain_state.put(self._registry, manifest.attributes)
-        plain_state.level(self._world, self._registry, self._first, AFTER)
+            put_attributes(self._registry, manifest.attributes)
+        level_plain(self._world, self._registry, self._first, AFTER)
         self._hand_over_values(manifest)
         self._hand_over_gradients(manifest)
         if self._storage is not None:
@@ -150,7 +156,7 @@ class IdleReplicas:
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
             self._gradients.for_idle(roster),
             self._gradients.pending,
-            plain_state.changed(self._registry, self._attributes),
+            changed_attributes(self._registry, self._attributes),
             [self._state_of(helper) for helper in self._registry.helpers()],
         )
 

@@ -15,24 +15,21 @@ from torch.optim import Optimizer
 
 from torchstrat import nest
 from torchstrat._torch_private import after_step, before_step
+from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.memory import Copies, local_copies
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree
-from torchstrat.replicas.containers import trace
-from torchstrat.replicas.engine import MakesRounds
+from torchstrat.replicas.engine import MakesRounds, StepWeights
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
-from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
 from torchstrat.replicas.per_process.engine import PerProcessReplica
-from torchstrat.replicas.per_process.process_buffers import ProcessBuffers
 from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.samples import Trace, trace_of
+from torchstrat.replicas.state import Trace, trace, trace_of
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.update_policies import LocalUpdate
-from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import PerReplica, select_replica
 from torchstrat.variables import VariableRegistry
 

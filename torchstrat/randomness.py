@@ -4,14 +4,20 @@ A replica's stream is seeded by the seed of the default generator (``torch.manua
 on from run to run. Calling ``torch.manual_seed`` again, with whatever seed, starts the streams anew; a seed that only
 ``torch.random.fork_rng`` has put aside finds its streams where they were. Outside of runs the default generator is the
 user's: what is drawn there (shuffling, say) does not move the replicas' streams, nor the other way round.
+
+Where a generator stands is read so that threads cannot lock each other up (`state_of`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import hashlib
 import itertools
+import os
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +25,32 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchstrat.generator_states import state_of
+_COLLECTS_ANYWHERE = sys.version_info < (3, 12)
+"""Whether making any object may begin a garbage collection; later Pythons collect between two instructions alone."""
+
+_reading = threading.RLock()  # what is collected may itself read one
+# A fork in the meantime would find it held by nobody that there is.
+os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+
+
+def state_of(generator: torch.Generator | None = None) -> torch.Tensor:
+    """`torch.Generator.get_state`, of the default generator if none is given: a copy, on the CPU.
+
+    PyTorch makes the tensor while it has the generator's lock. If that begins a garbage collection, what is collected
+    may let another thread run, and one that asks for the same lock waits for it with the interpreter's own lock in
+    hand: neither ever goes on. So nothing is collected meanwhile.
+    """
+    generator = torch.default_generator if generator is None else generator
+    if not _COLLECTS_ANYWHERE:
+        return generator.get_state()
+    with _reading:
+        is_collecting = gc.isenabled()
+        try:
+            gc.disable()
+            return generator.get_state()
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 def stream_seed(seed: int, replica: int) -> int:

@@ -1,11 +1,14 @@
 """Before processes exchange data, they make sure that they are about to exchange the same thing.
 
-Without that, a replica that skipped a call would answer the others' next one. Numbers would be mixed up silently, or
-processes would die: gloo ends one that receives a message of another size than it expects.
+Without that, a rank that skipped a call would answer the others' next one. Numbers would be mixed up silently, or
+processes would die: gloo ends one that receives a message of another size than it expects. So what ranks send each
+other first is equally long, and says which call it belongs to.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +18,42 @@ from typing import Any
 import torch
 
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
-from torchstrat.collectives.headers import AGREEMENT, header, is_of, numbers_in
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.tensor_bytes import bytes_of
+
+AGREEMENT, OBJECT = 1.0, -1.0
+"""Kinds of calls: an agreement, whose numbers are all there is to send, or objects, which follow."""
+
+_WIDTH = 12
+_PADDING = (0.0,) * (_WIDTH - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def code(text: str) -> float:
+    """A number for a text that a float64 holds exactly, the same in every process; positive."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+
+
+def header(kind: float, call: str, numbers: Sequence[float]) -> tuple[float, ...]:
+    """The numbers (at most 11) of a ``call``, behind a number that stands for its kind and its name."""
+    assert len(numbers) < _WIDTH
+    return (kind * code(call), *numbers, *_PADDING[len(numbers) :])
+
+
+def is_of(kind: float, first: Sequence[float]) -> bool:
+    """Whether a rank's first message is that of a call of this kind."""
+    return first[0] * kind > 0
+
+
+def numbers_in(messages: Sequence[list[float]], count: int) -> list[list[float]]:
+    """What each rank gave to `header`."""
+    return [first[1 : count + 1] for first in messages]
+
+
+def length_in(first: Sequence[float]) -> int:
+    """Of the object that follows a first message."""
+    return int(first[1])
+
 
 INPUT = "distribute_dataset"
 """The call that makes a channel for input."""

@@ -1,0 +1,465 @@
+"""State that a step's own code may change: whether it has been, what a replica's copy of it is, and who is told when
+replicas have changed the same thing in different ways, of which one lasts.
+
+Of each tensor a few bytes are compared, by which edits are noticed that no version counter shows.
+
+Variables or their gradients may share memory with a tensor that a step reaches: one flat vector and its views. What a
+step does to the vector it does to them. So a replica that works on copies needs a copy of the whole memory, of which
+its variables, its gradients and the vector are the views that the leader's are of the original.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import ctypes
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from torchstrat.gradients import CombinedGradient
+from torchstrat.piece_kinds import plain_kind
+from torchstrat.reachable import address_of, has_address
+from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
+
+
+def private_value(value: Any, vectors: Container[int] = ()) -> Any:
+    """``vectors``: the ``id`` of tensors that stay themselves."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in _OF_PYTHON:
+        own = value.copy()  # in a tenth of the time of `copy.copy`: an optimizer has six dictionaries of hooks
+    elif isinstance(value, torch.Tensor):
+        return value if value.requires_grad or id(value) in vectors else value.clone()
+    elif kind is tuple:
+        return tuple(private_value(member, vectors) for member in value)
+    elif not is_container(kind):
+        return value
+    else:
+        own = copy.copy(value)
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if type(member) not in _ATOMS and key != "params":
+                own[key] = private_value(member, vectors)
+    elif isinstance(value, list):
+        if value and all(isinstance(member, nn.Parameter) for member in value):
+            return value
+        own[:] = [private_value(member, vectors) for member in value]
+    elif isinstance(value, collections.deque):
+        for index, member in enumerate(value):
+            own[index] = private_value(member, vectors)
+    return own
+
+
+_ATOMS = frozenset({int, float, bool, str, type(None)})
+_OF_PYTHON = frozenset({dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque})
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")
+
+
+def _is_container(kind: type) -> bool:
+    """Whether it is one of Python's that can be filled, or a subclass that is copied as these are."""
+    base = next((one for one in _CONTAINERS if issubclass(kind, one)), None)
+    if base is None or kind is base or kind.__module__ == "collections":
+        return base is not None
+    return not any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
+
+
+is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks
+
+
+SEQUENCES = (list, tuple, collections.deque)
+
+
+def trace(value: Any) -> Any:
+    """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
+    if isinstance(value, torch.Tensor):
+        return (_Identity(value), 0 if value.is_inference() else value._version)
+    kind = type(value)
+    if not (kind is tuple or is_container(kind)):
+        return _Identity(value)
+    if issubclass(kind, dict):
+        return {key: trace(member) for key, member in value.items()}
+    return [trace(member) for member in value] if issubclass(kind, SEQUENCES) else set(value)
+
+
+class _Identity:
+    """Holds the object, so that no other one can have its address."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_PROBED = 16  # bytes of each tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+# Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own; a piece has.
+is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
+    lambda kind: plain_kind(kind).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+)
+
+
+def sample(tensor: torch.Tensor) -> bytes:
+    """Some of the bytes of a tensor in host memory, from all over it. Read at its address: through a view it takes ten
+    times as long, and every run asks for every tensor."""
+    if type(tensor) not in _PLAIN and not is_memory(type(tensor)):
+        return b""
+    if not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
+        return b""
+    count, address = tensor.nbytes, tensor.data_ptr()
+    if not count or not address:  # its storage may have been given back for the time being
+        return b""
+    # An odd step meets all bytes of the elements: the high ones of two numbers are often equal.
+    sample: bytes = _bytes_at(count).from_address(address)[:: count // _PROBED | 1]
+    return sample
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_at(count: int) -> Any:
+    return ctypes.c_char * count
+
+
+Trace = tuple[int, int, bytes]
+
+
+def trace_of(tensor: torch.Tensor) -> Trace:
+    """Another one when somebody has changed the tensor, also through ``.data``."""
+    return tensor._version, tensor.data_ptr() if tensor.layout == torch.strided else 0, sample(tensor)
+
+
+class CommonStorages:
+    """Which storages those are, and the replicas' copies of them, kept from run to run."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}  # by the address of the original
+
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def begin(
+        self, vectors: Sequence[torch.Tensor], data: Iterable[torch.Tensor], devices: dict[int, torch.device]
+    ) -> None:
+        """A run begins. ``vectors``: tensors that the step reaches, which share memory with variables or gradients;
+        ``data``: those of variables. ``devices``: of the replicas that have copies."""
+        if not vectors:
+            self._storages = {}
+            return
+        addresses = {address_of(tensor) for tensor in data if has_address(tensor)}
+        known, self._storages = self._storages, {}
+        for vector in vectors:
+            address = address_of(vector)
+            storage = self._storages.get(address) or known.get(address)
+            if storage is None or not storage.is_of(vector):
+                storage = _Storage(vector)
+            self._storages[address] = storage
+            storage.add(vector)
+            for replica, device in devices.items():
+                storage.give(replica, device, refresh=address in addresses)
+
+    def of(self, tensor: torch.Tensor) -> _Storage | None:
+        return self._storages.get(address_of(tensor)) if self._storages and has_address(tensor) else None
+
+    def park(self, replica: int) -> None:
+        for storage in self._storages.values():
+            storage.park(replica)
+
+    def install(self, replica: int) -> None:
+        for storage in self._storages.values():
+            storage.install(replica)
+
+
+class _Storage:
+    """The memory under one flat vector, or several."""
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self._vectors: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, torch.Tensor]]] = {}
+        self._all = torch.empty(0, dtype=vector.dtype, device=vector.device).set_(vector.untyped_storage())
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def is_of(self, vector: torch.Tensor) -> bool:
+        return self._all.untyped_storage().nbytes() == vector.untyped_storage().nbytes()
+
+    def add(self, vector: torch.Tensor) -> None:
+        known = self._vectors.get(id(vector))
+        if known is None or known[0]() is not vector:
+            self._vectors[id(vector)] = weakref.ref(vector), {}
+
+    def give(self, replica: int, device: torch.device, *, refresh: bool) -> None:
+        """Its copy; ``refresh``: made equal to the original again, where that is not another replica's own business."""
+        if replica not in self._copies:
+            self._copies[replica] = self._all.clone().to(device)
+        elif refresh:
+            self._copies[replica].copy_(self._all)
+        for reference, data in self._vectors.values():
+            vector = reference()
+            if vector is not None:
+                data[replica] = self.view_like(vector, replica)
+
+    def view_like(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
+        """What ``tensor``, of the original, is in a replica's copy."""
+        copy = self._copies[replica]
+        if tensor.dtype == copy.dtype:
+            return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
+        return view.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def holds(self, tensor: torch.Tensor, replica: int) -> bool:
+        return address_of(tensor) == address_of(self._copies[replica])
+
+    def park(self, replica: int) -> None:
+        for reference, data in self._vectors.values():
+            vector = reference()
+            if vector is not None:
+                data[replica] = vector.data
+
+    def install(self, replica: int) -> None:
+        for reference, data in self._vectors.values():
+            vector = reference()
+            if vector is not None and replica in data:
+                vector.data = data[replica]
+
+
+class TensorSlot:
+    """One parameter or leaf tensor: per replica its data, its gradient and its count of in-place edits.
+
+    Kept from run to run, because gradients may accumulate over several. In between the tensor itself is only held
+    weakly, by the ``reference``.
+    """
+
+    __slots__ = (
+        "agreed",
+        "data",
+        "grad_dtype",
+        "grads",
+        "is_copy",
+        "is_shared",
+        "left",
+        "made_by",
+        "parked_grad",
+        "reference",
+        "tensor",
+        "trained",
+        "trains",
+        "unedited",
+        "version",
+        "versions",
+    )
+
+    def __init__(self, tensor: torch.Tensor, reference: weakref.ref[torch.Tensor]) -> None:
+        self.reference = reference
+        self.tensor = tensor  # during a run
+        self.data: dict[int, torch.Tensor] = {}
+        self.grads: dict[int, torch.Tensor | None] = {}
+        self.versions: dict[int, int] = {}
+        self.version = 0
+        """Of all components, at the last moment when they were equal. One that has another was edited in place."""
+        self.agreed: torch.Tensor | None = None
+        """The central component at that moment: the very tensor, which `.data =` replaces."""
+        self.unedited: torch.Tensor | None = None
+        """A copy of what it then was, if the leader has edited it in place since."""
+        self.parked_grad: tuple[weakref.ref[torch.Tensor] | None, int] | None = None
+        """What the last run left in ``.grad``, and its version then."""
+        self.grad_dtype: torch.dtype | None = None
+        self.left: Trace | None = None
+        """Of the tensor, when the last run ended."""
+        self.trained = True
+        """Whether it required a gradient when the run began."""
+        self.trains: dict[int, bool] = {}
+        """Whether it does, per replica; empty until one has changed that."""
+
+        # Of variables that came up during the run
+        self.made_by: int | None = None
+        """The replica that did, or None for all that were there before."""
+        self.is_shared = True
+        """False as long as no other replica has used it: it may be that replica's own, made anew by each."""
+        self.is_copy = False
+        """It belongs to a deep copy, such as an inner loop trains. Its gradients are that replica's own."""
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """A run begins; ``tensor`` is the one this slot was made for."""
+        self.tensor = tensor
+        self.made_by, self.is_shared, self.is_copy = None, True, False
+        self.trained, self.trains = tensor.requires_grad, {}
+
+    def keep_data_of(self, replicas: list[int]) -> None:
+        """Give up the components of all others; those of a run are overwritten when it begins."""
+        for key in [key for key in self.data if key not in replicas]:
+            del self.data[key]
+
+    def release(self) -> None:
+        """The run has ended. Until the next one, the tensor lives only as long as the user keeps it."""
+        grad = self.tensor.grad
+        self.parked_grad = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+        self.grad_dtype = None if grad is None else grad.dtype
+        self.agreed = self.unedited = None
+        del self.tensor
+
+    def keep_apart(self, tensor: torch.Tensor) -> None:
+        """The run has ended, and what the replicas have is each one's own. ``tensor``: the one this slot is for."""
+        self.left = trace_of(tensor)
+
+    def is_untouched(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is as the last run left it."""
+        return self.left is not None and self.left == trace_of(tensor)
+
+    def is_grad_untouched(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad``, found in ``.grad``, is as the last run left it there."""
+        if self.parked_grad is None:
+            return False
+        left, version = self.parked_grad
+        if grad is None or left is None:
+            return grad is None and left is None
+        return grad is left() and grad._version == version
+
+    def cast_grads(self, dtype: torch.dtype) -> None:
+        """The program has cast the tensor and its gradient, of which it sees the installed one."""
+        changed = {r: grad.to(dtype) for r, grad in self.grads.items() if grad is not None and grad.dtype != dtype}
+        self.grads.update(changed)
+
+    def is_edited(self, replica: int) -> bool:
+        """Whether that replica's component was edited in place since all were equal. For parked slots."""
+        return self.versions[replica] != self.version
+
+
+def is_variable(tensor: torch.Tensor) -> bool:
+    """Lazy ones are not yet, and those on "meta" have no values; those made in inference mode can be neither trained
+    nor swapped, and are shared."""
+    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference()
+
+
+class DifferingEdits:
+    """Of one strategy. ``describe(tensor)`` names a variable."""
+
+    def __init__(self, describe: Callable[[torch.Tensor], str]) -> None:
+        self._describe = describe
+        self.is_told = False
+        self.is_told_of_settings = False
+
+    def report(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] = (),
+        state: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """``gradients``: variables whose gradients they are; ``state``: whose state an optimizer keeps. All replicas
+        come to the same ones."""
+        if self.is_told or not (parameters or gradients or state):
+            return
+        self.is_told = True
+        names = [*map(self._describe, parameters), *(f"the gradient of {self._describe(one)}" for one in gradients)]
+        names += [f"what an optimizer keeps of {self._describe(one)}" for one in state]
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"the replicas have changed {names[0]}{others} in the step, each in another way. What the first one did "
+            "counts for all of them, and what the others did is lost. If each has used what its own rows gave "
+            "(torch.autograd.grad, say), combine that first: g = ts.get_replica_context().all_reduce('mean', g); or "
+            "let an optimizer step with it: p.grad = g. If it was random noise, this is as it should be.",
+            stacklevel=2,
+        )
+
+    def report_settings(self, helper: Any, found: Difference | None) -> None:
+        """``found``: what replicas have set differently in an optimizer or scheduler. All come to the same."""
+        if found is None or self.is_told_of_settings:
+            return
+        self.is_told_of_settings = True
+        group = f" of group {found.group}" if isinstance(helper, Optimizer) else ""
+        warnings.warn(
+            f"the replicas have set {found.name}{group} of {type(helper).__name__} differently in the step "
+            f"({found.first!r} and {found.other!r}), and the first one's counts for all of them. A scheduler that looks"
+            " at a loss needs that of the whole batch: ts.get_replica_context().all_reduce('mean', loss) in the step, "
+            "or strategy.reduce('mean', losses) and scheduler.step(loss) outside of Strategy.run.",
+            stacklevel=2,
+        )
+
+
+def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+    """Parameters that replicas in one process have changed in place, each in another way. For parked slots."""
+    first, *others = replicas
+    return [
+        slot.tensor
+        for slot in slots
+        if any(slot.is_edited(replica) for replica in replicas)
+        and any(not _are_equal(slot.data[first], slot.data[other]) for other in others)
+        and slot.is_shared
+        and not slot.is_copy
+    ]
+
+
+def state_edited_differently(states: Iterable[SharedState]) -> list[torch.Tensor]:
+    """Parameters of which replicas in one process have changed what optimizers keep, each in another way."""
+    looked_at = [found for state in states if state.is_looked_at for found in state.looked_at()]
+    return [
+        key
+        for key, (first, *others) in looked_at
+        if isinstance(key, torch.Tensor) and not all(_are_alike(first, other) for other in others)
+    ]
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Of values that an optimizer keeps."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or _are_equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(value, other[name]) for name, value in one.items())
+    return not (is_plain(one) and is_plain(other)) or (one or None) == (other or None)
+
+
+CombinedOf = Callable[[int, torch.Tensor], CombinedGradient | None]
+"""What is known of a replica's gradient of a tensor."""
+
+
+def data_edited_differently(
+    slots: Iterable[TensorSlot], replicas: Sequence[int], combined_of: CombinedOf
+) -> list[torch.Tensor]:
+    """The same through ``.data``, which no version counter shows: looked for where there is no gradient that a backward
+    pass has combined, for what an optimizer steps is hardly edited otherwise."""
+    found = []
+    for slot in slots:
+        if not slot.tensor.requires_grad or not slot.is_shared or slot.is_copy:
+            continue
+        if combined_of(replicas[0], slot.tensor) is not None:
+            continue
+        own, *others = [sample(slot.data[replica]) for replica in replicas]
+        if any(other != own for other in others):
+            found.append(slot.tensor)
+    return found
+
+
+def gradients_edited_differently(
+    slots: Iterable[TensorSlot], replicas: Sequence[int], combined_of: CombinedOf
+) -> list[torch.Tensor]:
+    """The same of combined gradients, which clipping changes alike on all of them."""
+    first, *others = replicas
+    found = []
+    for slot in slots:
+        combined, grad = combined_of(first, slot.tensor), slot.grads.get(first)
+        if combined is None or grad is None or combined.version == grad._version:
+            continue
+        if combined.used or not combined.is_in(grad):
+            continue
+        own = sample(grad)
+        if any(other is not None and sample(other) != own for other in (slot.grads.get(one) for one in others)):
+            found.append(slot.tensor)
+    return found
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != torch.strided:
+        return one.shape == other.shape
+    return torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
