@@ -38,8 +38,8 @@ from torchstrat.parameter_server.per_worker import ResourceTable
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.transport.envelopes import pack, unpack
 from torchstrat.parameter_server.travel.closures import Packed, unpack_result
-from torchstrat.parameter_server.wire.payloads import pack, unpack
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 DEEP = 40_000

@@ -43,8 +43,8 @@ from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
 from tests.matrix.table import RIGHT, Cell, Expected, refused
 from torchstrat.errors import CommunicationError
+from torchstrat.parameter_server.transport import envelopes
 from torchstrat.parameter_server.travel import reach
-from torchstrat.parameter_server.wire import envelopes
 from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.strategies import parameter_server as own_module
 

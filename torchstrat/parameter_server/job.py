@@ -32,7 +32,7 @@ from torchstrat.parameter_server.dispatch import (
 )
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.lifetimes import Lifetimes
-from torchstrat.parameter_server.membership import Membership
+from torchstrat.parameter_server.membership.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
     NewOptimizer,

@@ -13,8 +13,8 @@ from torchstrat.parameter_server.per_worker import numbers_of
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
 from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.transport.envelopes import pack
 from torchstrat.parameter_server.travel.closures import Packed
-from torchstrat.parameter_server.wire.payloads import pack
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.extended.destinations import join_places
-from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
+from torchstrat.parameter_server.membership.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
 from torchstrat.parameter_server.variables.elementwise import Kinds
@@ -42,7 +42,7 @@ from torchstrat.variable.variable import Variable
 if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
     from torchstrat.parameter_server.job import Job
-    from torchstrat.parameter_server.membership import Membership
+    from torchstrat.parameter_server.membership.membership import Membership
     from torchstrat.parameter_server.variables.server_group import ServerGroup
 
 logger = logging.getLogger("torchstrat.parameter_server")
@@ -196,8 +196,8 @@ class ParameterServerStrategy(Strategy):
 
     def _make_job(self) -> Job:
         from torchstrat.parameter_server.job import Job
-        from torchstrat.parameter_server.meeting.secret import load_secret
-        from torchstrat.parameter_server.membership import ClusterMembership
+        from torchstrat.parameter_server.membership.membership import ClusterMembership
+        from torchstrat.parameter_server.transport.auth import load_secret
 
         seconds = self._timeout.total_seconds()
         membership = self._membership or ClusterMembership(self._spec, load_secret(), timeout_seconds=seconds)

@@ -1,7 +1,11 @@
-"""`ts.Server`: this process as a worker or a parameter server of a cluster."""
+"""`ts.Server`: this process as a worker or a parameter server of a cluster.
+
+The service of each role is imported when its first task starts.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -13,12 +17,10 @@ from types import FrameType
 from typing import Any
 
 from torchstrat import kept_pages
-from torchstrat.cluster_spec import WORKER, ClusterSpec
+from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
 from torchstrat.parameter_server.endpoint import Endpoint
-from torchstrat.parameter_server.meeting.roles import check_role, make_service
-from torchstrat.parameter_server.meeting.secret import load_secret, new_secret
-from torchstrat.parameter_server.meeting.task_host import (
+from torchstrat.parameter_server.membership.task_host import (
     DEFAULT_DRAIN_TIMEOUT_SECONDS,
     DEFAULT_ORPHAN_TIMEOUT_SECONDS,
     EXIT_FAILED,
@@ -26,7 +28,38 @@ from torchstrat.parameter_server.meeting.task_host import (
 )
 from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.transport.auth import load_secret, new_secret
 from torchstrat.tracebacks import short_tracebacks
+
+_SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[Any, ...]]]] = {
+    PARAMETER_SERVER: ("torchstrat.parameter_server.server.service", "VariableServer", lambda task: ()),
+    WORKER: ("torchstrat.parameter_server.worker.service", "FunctionWorker", lambda task: (task.index,)),
+}
+"""Job → module, class, arguments of its constructor."""
+
+_RUN_INSTEAD = {
+    CHIEF: "the chief is the coordinator: it runs your program, which makes a ParameterServerStrategy and a "
+    "ClusterCoordinator",
+    EVALUATOR: "an evaluator runs a program of yours that waits for checkpoints and evaluates them",
+}
+
+
+def check_role(task: Task) -> None:
+    """Raises `ClusterConfigError` unless tasks of that job are servers of the cluster; says what they run instead."""
+    if task.job in _SERVICES:
+        return
+    served = " and ".join(repr(job) for job in _SERVICES)
+    instead = _RUN_INSTEAD.get(task.job, f"{task.job!r} is no role of a cluster")
+    raise ClusterConfigError(f"a Server runs the jobs {served}, and this process is {task}: {instead}.")
+
+
+def make_service(task: Task) -> Service:
+    """What ``task`` runs. Raises `ClusterConfigError` as `check_role` does."""
+    check_role(task)
+    module, name, arguments = _SERVICES[task.job]
+    service: Service = getattr(importlib.import_module(module), name)(*arguments(task))
+    return service
+
 
 ORPHAN_TIMEOUT_VARIABLE = "TORCHSTRAT_ORPHAN_TIMEOUT"
 PLAN_VARIABLE = "TORCHSTRAT_FAULT_PLAN"
@@ -233,7 +266,7 @@ class Server:
 
 
 def _rpc_endpoint(task: Task, *, secret: bytes, host: str) -> Endpoint:
-    from torchstrat.parameter_server.transport import RpcEndpoint  # imports torch.distributed.rpc
+    from torchstrat.parameter_server.transport.rpc import RpcEndpoint  # imports torch.distributed.rpc
 
     return RpcEndpoint(task, secret=secret, host=host)
 

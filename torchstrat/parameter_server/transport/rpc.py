@@ -1,17 +1,17 @@
-"""The processes of a cluster talk through torch.distributed.rpc; this is the only file that imports it.
+"""The processes of a cluster talk through torch.distributed.rpc, which `rpc_agent` alone imports.
 
 What RPC offers as documented cannot survive a killed process: in a static group nobody reconnects, and in a dynamic one
 a single dead member makes every later join fail. So every process here starts a TensorPipe agent that knows only
 itself, with a store that nobody else sees, and is told its peers by hand when it first needs them. The numbers by which
 an agent knows its peers mean nothing outside its process; each process counts for itself.
 
-**What the port must not be reachable by.** Every message that Python unpickles is authenticated first (`sealing`): a
+**What the port must not be reachable by.** Every message that Python unpickles is authenticated first (`auth`): a
 process that does not know the cluster's secret cannot run Python code here, nor repeat what it has recorded. But the
 agent itself, in C++, also answers calls of PyTorch's *builtin operators and TorchScript functions*, which never reach
 Python and cannot be refused here: whoever can open a connection to the port can run ``aten`` operators in this process,
 allocate memory, and read or create files through operators such as ``aten::from_file``. It is also easily broken: a few
 bytes that are not its protocol, such as an HTTP request, end the process. (A connection that ends without a word does
-no harm, be it a port scanner's, a health check's or that of a peer that is killed; see `door`. One whose peer is killed
+no harm, be it a port scanner's, a health check's or that of a peer that is killed; see `Door`. One whose peer is killed
 in the millisecond between its first word and its last of the handshake costs a file descriptor for as long as this
 process lives, for the agent waits for the rest and does not look whether it can still come.) And nothing on the wire is
 encrypted.
@@ -28,13 +28,11 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import secrets
 import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -42,61 +40,24 @@ from typing import Any
 import torch
 
 from torchstrat.collectives.shared_memory.segment import NoRoomError
-from torchstrat.errors import (
-    CommunicationError,
-    InvalidArgumentError,
-    PeerUnavailableError,
-    TorchstratError,
-)
+from torchstrat.errors import CommunicationError, InvalidArgumentError, PeerUnavailableError, TorchstratError
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.same_host.caller import timed_out
-from torchstrat.parameter_server.same_host.neighbours import Neighbours, why_not
+from torchstrat.parameter_server.same_host.peers import Neighbours, why_not
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.wire.answers import (
+from torchstrat.parameter_server.transport.envelopes import REFUSAL, Envelopes, Packed, Received, Request
+from torchstrat.parameter_server.transport.failure_detector import Watching
+from torchstrat.parameter_server.transport.requests import (
     Answerer,
     Incoming,
+    Waiting,
     pack_request,
     pack_result,
     result_of,
 )
-from torchstrat.parameter_server.wire.door import Door
-from torchstrat.parameter_server.wire.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
-from torchstrat.parameter_server.wire.interfaces import interface_of
-from torchstrat.parameter_server.wire.payloads import Packed
-from torchstrat.parameter_server.wire.sockets import Listener, address_of, shut_down_connections
-from torchstrat.parameter_server.wire.waiting import Waiting
-from torchstrat.parameter_server.wire.watching import Watching
-
-try:
-    import torch.distributed.autograd as dist_autograd
-    from torch._C._distributed_rpc import (
-        TensorPipeAgent,
-        WorkerInfo,
-        _cleanup_python_rpc_handler,
-        _invoke_rpc_python_udf,
-        _is_current_rpc_agent_set,
-        _reset_current_rpc_agent,
-        _set_and_start_rpc_agent,
-    )
-    from torch.distributed import HashStore
-    from torch.distributed.rpc import TensorPipeRpcBackendOptions, internal
-
-    _init_autograd = dist_autograd._init
-    _update_group_membership = TensorPipeAgent._update_group_membership
-    # The functions that the C++ side of RPC looks up, once, to turn what arrives into Python objects and back.
-    _HOOKS = {
-        name: getattr(internal, name) for name in ("serialize", "deserialize", "_run_function", "_handle_exception")
-    }
-except (ImportError, AttributeError) as error:
-    raise ImportError(
-        f"torchstrat's parameter servers need a part of torch.distributed.rpc that torch {torch.__version__} does not "
-        f"have: {error}. They support torch 2.9 and later, on Linux and macOS, built with distributed support."
-    ) from error
+from torchstrat.parameter_server.transport.rpc_agent import NEVER, Agent, WorkerInfo, shut_down_connections
 
 __all__ = ["RpcEndpoint"]
-
-_RPC_THREADS = 8
-"""Threads on which messages are unsealed, short handlers run and answers arrive. They cost nothing while they wait."""
 
 _PING = ".ping"
 _LIFELINE = ".lifeline"
@@ -105,20 +66,9 @@ _LEAVE = ".leave"
 `_LEAVE` tells, and fails when the connection breaks, which is how the death of a process is seen at once. It also keeps
 a read open, without which a broken connection would keep its file descriptors for ever."""
 
-_NEVER = 0.0
-_LONGEST = 1e6  # RPC counts milliseconds in 32 bits; who waits longer than 11 days means for ever
-_SELF_TEST_SECONDS = 30.0
-_INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
-_LARGEST_ID = 2**15 - 1
-_FLUSH_SECONDS, _SHUTDOWN_SECONDS = 1.0, 2.0
 _LEAVE_SECONDS = 0.5
 """For peers to hear that this process ends; one that has been stopped does not."""
 _LOOK_AGAIN_SECONDS, _LOOK_SELDOM_SECONDS = 0.05, 1.0
-
-_log = logging.getLogger(__name__)
-
-_retired: list[TensorPipeAgent] = []
-"""Agents that were shut down while handlers were at work, which would answer through memory that is no longer there."""
 
 
 class RpcEndpoint:
@@ -130,8 +80,8 @@ class RpcEndpoint:
     life every ``heartbeat_seconds``, on this process's own heartbeat thread, and are lost after ``deadline_seconds``
     without one; a process that holds Python's interpreter lock for that long looks exactly like a stopped one.
 
-    Values travel as `payloads` says: tensors in a payload, and in what a handler returns, are read while they are sent,
-    so they must not change before the call is answered; a handler that returns a live parameter clones it first.
+    Values travel as `envelopes` says: tensors in a payload, and in what a handler returns, are read while they are
+    sent, so they must not change before the call is answered; a handler that returns a live parameter clones it first.
 
     A connection that broke is never made again: its peer is gone, and comes back as another incarnation if at all.
 
@@ -176,7 +126,7 @@ class RpcEndpoint:
         }
         peer = Peer(task, secrets.token_hex(8), "", socket.gethostname(), os.getpid())
         self._envelopes = Envelopes(secret, peer)  # until the address is known, to refuse with
-        self._agent = _Agent(peer.name, host, timeout_seconds, hooks)
+        self._agent = Agent(peer.name, host, timeout_seconds, hooks)
         self._peer = dataclasses.replace(peer, url=self._agent.url)
         self._envelopes = Envelopes(secret, self._peer)
         self._answerer = Answerer(self._peer)
@@ -395,7 +345,7 @@ class RpcEndpoint:
                 self._let_go(link)
                 self._broke(link)
 
-        self._send(link, _LIFELINE, Packed(b""), _NEVER, ended)
+        self._send(link, _LIFELINE, Packed(b""), NEVER, ended)
 
     def _let_go(self, link: _Link) -> None:
         with self._departures:
@@ -424,7 +374,7 @@ class RpcEndpoint:
             except CommunicationError as error:  # it refuses this process
                 self._watching.lost(peer.incarnation, str(error))
 
-        self._send(link, _PING, Packed(b""), _NEVER, answered)
+        self._send(link, _PING, Packed(b""), NEVER, answered)
 
     def _disconnect(self, link: _Link, again_after: float = _LOOK_AGAIN_SECONDS) -> None:
         # Nothing in RPC closes a connection to a peer that lives. One that broke is closed already, and another process
@@ -556,203 +506,6 @@ class _Link:
 class _Reply:
     request: Request
     answer: Packed
-
-
-class _Agent:
-    """TensorPipe agents that know nobody but themselves, listening on ``host``: one, and another for newcomers as soon
-    as something has made that one deaf (see `door`).
-
-    ``hooks`` take the place of the functions by which RPC unpickles, runs and pickles, from before it listens.
-    """
-
-    def __init__(self, name: str, host: str, timeout_seconds: float, hooks: Mapping[str, Callable[..., Any]]) -> None:
-        interface, address = interface_of(host)
-        if _is_current_rpc_agent_set():
-            raise CommunicationError(
-                "this process uses torch.distributed.rpc already; a process is one task of a cluster, and torchstrat "
-                "needs RPC for itself. Close the other endpoint, or shut RPC down, first."
-            )
-        self._name, self._timeout_seconds = name, timeout_seconds
-        self._ids = iter(range(1, _LARGEST_ID + 1))
-        self._peers: dict[str, tuple[WorkerInfo, str]] = {}
-        self._lock = threading.Lock()
-        """For who adds a peer, and who puts another agent in the place of the one by which peers are called."""
-        self._earlier: list[TensorPipeAgent] = []
-        self._closed = False
-        _init_autograd(0)
-        self._agent: TensorPipeAgent | None
-        self._agent, self._store = self._made()
-        self._door: Door | None = None
-        try:
-            with _hooked(hooks):
-                with _listening_on(interface):
-                    _set_and_start_rpc_agent(self._current())
-                self._check_hooks()
-                self._expect_ends(self._current())
-            self.url = self._url_of(self._store)
-            self._listener = Listener(address_of(self.url))
-            if self._listener.address[0] != address:
-                raise InvalidArgumentError(
-                    f"asked to listen on {host} ({address}), PyTorch listens on {self.url}: it chooses an address once "
-                    "per process, or the interface has several. Use its main address, from the start of the process."
-                )
-            self._door = Door(self._listener, self._that_listens)
-        except BaseException:
-            self.close()
-            raise
-
-    def add(self, peer: Peer, *, is_self: bool) -> WorkerInfo:
-        if is_self:
-            return self._current().get_worker_info()
-        number = next(self._ids, None)
-        if number is None:
-            raise CommunicationError(
-                f"this process has known {_LARGEST_ID} peers, which is all RPC can count; restart it."
-            )
-        worker = WorkerInfo(peer.name, number)
-        with self._lock:
-            self._peers[peer.name] = worker, peer.url
-            _introduce(worker, peer.url, self._current(), self._store)
-        return worker
-
-    def forget(self, peer: Peer) -> None:
-        """Another agent need not know it."""
-        with self._lock:
-            self._peers.pop(peer.name, None)
-
-    def send(self, to: WorkerInfo, sealed: bytes, tensors: list[torch.Tensor], seconds: float) -> Any:
-        """A torch future; 0 seconds: it may take for ever."""
-        if seconds > _LONGEST:
-            seconds = _NEVER
-        if seconds != _NEVER:
-            seconds = max(seconds, 0.001)  # RPC counts in milliseconds, and takes 0 for no limit
-        while True:
-            agent = self._agent
-            try:
-                return _invoke_rpc_python_udf(to, sealed, tensors, seconds, True)  # type: ignore[arg-type]
-            except RuntimeError:
-                with self._lock:
-                    if agent is self._agent:
-                        raise  # else it came between two agents
-
-    def flush(self) -> None:
-        """What was answered is on its way when this returns: the agent writes in the order in which it was told to."""
-        with contextlib.suppress(RuntimeError):
-            self.send(self._current().get_worker_info(), SELF_TEST, [], _FLUSH_SECONDS).wait()
-
-    def close(self, is_idle: Callable[[], bool] = lambda: True) -> None:
-        """Shut down without asking anybody. A handler that blocks one of RPC's threads is left to itself.
-
-        ``is_idle``: whether nothing is being answered any more, asked when the agents have been shut down.
-        """
-        if self._door is not None:
-            self._door.close()
-        with self._lock:
-            self._closed = True
-            agents = [*self._earlier, self._current()]
-            self._earlier, self._agent = [], None
-        shutdowns = [
-            threading.Thread(target=agent.shutdown, name="torchstrat-rpc-shutdown", daemon=True) for agent in agents
-        ]
-        for shutdown in shutdowns:
-            shutdown.start()
-        for shutdown in shutdowns:
-            shutdown.join(_SHUTDOWN_SECONDS)
-        has_ended = not any(shutdown.is_alive() for shutdown in shutdowns)
-        if has_ended and _is_current_rpc_agent_set():
-            _cleanup_python_rpc_handler()  # so that the next agent, ours or not, looks its functions up again
-            _reset_current_rpc_agent()
-        if not has_ended or not is_idle():
-            _retired.extend(agents)
-
-    def _made(self) -> tuple[TensorPipeAgent, HashStore]:
-        """An agent, not started, and the store in which it looks for addresses."""
-        store = HashStore()
-        options = TensorPipeRpcBackendOptions(
-            num_worker_threads=_RPC_THREADS,
-            rpc_timeout=self._timeout_seconds,
-            # Shared memory would be faster, but polls: half a core per idle process. Reading from another process's
-            # memory (cma) is chosen by itself where both ends are on one host.
-            _transports=["uv"],
-            _channels=["cma", "basic"] if sys.platform == "linux" else ["basic"],
-        )
-        # world_size=None makes a group that may grow, and waits for nobody.
-        return TensorPipeAgent(store, self._name, 0, None, options, {}, []), store
-
-    def _current(self) -> TensorPipeAgent:
-        assert self._agent is not None
-        return self._agent
-
-    def _expect_ends(self, agent: TensorPipeAgent) -> None:
-        """Have it know that connections may end, of which it would warn in a group that has not ended itself.
-
-        It leaves the group, which is that of itself alone, and goes on as before.
-        """
-        agent.join()
-
-    def _url_of(self, store: HashStore) -> str:
-        return store.get(f"addrs/{self._name}").decode()
-
-    def _that_listens(self) -> tuple[str, int]:
-        """The address of an agent that is not deaf; starts one if there is none.
-
-        The one before goes on for those that are connected to it, and with what it has been asked to send. Whoever is
-        called from now on is called by the new one, for RPC knows one agent at a time.
-        """
-        with self._lock:
-            if self._closed:
-                raise CommunicationError(f"{self._name} is closed.")
-            if not self._listener.is_open:
-                agent, store = self._made()
-                for worker, url in self._peers.values():
-                    _introduce(worker, url, agent, store)
-                _reset_current_rpc_agent()
-                _set_and_start_rpc_agent(agent)
-                self._expect_ends(agent)
-                self._earlier.append(self._current())
-                self._agent, self._store = agent, store
-                self._listener = Listener(address_of(self._url_of(store)))
-                _log.warning("a connection to %s ended before it had begun; it listens anew", self._name)
-            return self._listener.address
-
-    def _check_hooks(self) -> None:
-        """Send a message that is not sealed to this very process: were the hooks not in force, anybody's would run."""
-        reply = self.send(self._current().get_worker_info(), SELF_TEST, [], _SELF_TEST_SECONDS).wait()
-        if reply is not None:
-            raise CommunicationError(
-                f"torch {torch.__version__} does not let messages be authenticated before they are unpickled; the "
-                "process would run what anybody sends to it. Please report this version."
-            )
-
-
-def _introduce(worker: WorkerInfo, url: str, to: TensorPipeAgent, store: HashStore) -> None:
-    store.set(f"addrs/{worker.name}", url)
-    _update_group_membership(to, worker, [], {}, True)
-
-
-@contextlib.contextmanager
-def _hooked(hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let RPC find these functions in the place of its own; it looks for them once, at an agent's first message."""
-    for name, hook in hooks.items():
-        setattr(internal, name, hook)
-    try:
-        yield
-    finally:
-        for name, original in _HOOKS.items():
-            setattr(internal, name, original)
-
-
-@contextlib.contextmanager
-def _listening_on(interface: str) -> Iterator[None]:
-    before = os.environ.get(_INTERFACE_VARIABLE)
-    os.environ[_INTERFACE_VARIABLE] = interface
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_INTERFACE_VARIABLE]
-        else:
-            os.environ[_INTERFACE_VARIABLE] = before
 
 
 def _classified(error: RuntimeError, peer: Peer, method: str, seconds: float) -> CommunicationError:

@@ -1,12 +1,14 @@
 """The process of one task: it waits for coordinators, one at a time, and runs a service for them.
 
 Threads: the *host's own*, on which the service's methods run one at a time; one per connection at the control port.
-What a connection wants of the service is an event for the host's thread.
+What a connection wants of the service is an event for the host's thread. A process that its
+cluster gave up comes back as a fresh one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -26,11 +28,15 @@ from torchstrat.errors import (
     VersionMismatchError,
 )
 from torchstrat.parameter_server.endpoint import Endpoint
-from torchstrat.parameter_server.meeting.cluster_checks import split_address
-from torchstrat.parameter_server.meeting.complaints import Complaints
-from torchstrat.parameter_server.meeting.control import ControlChannel, connect, local_host_towards, shut_down
-from torchstrat.parameter_server.meeting.event_thread import EventThread
-from torchstrat.parameter_server.meeting.greeting import (
+from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
+from torchstrat.parameter_server.membership.control_channel import (
+    ControlChannel,
+    EventThread,
+    connect,
+    local_host_towards,
+    shut_down,
+)
+from torchstrat.parameter_server.membership.handshake import (
     BUSY,
     FAILED,
     MESSAGE_FENCED,
@@ -39,20 +45,37 @@ from torchstrat.parameter_server.meeting.greeting import (
     MESSAGE_PONG,
     MISTAKEN,
     REMOVED,
+    ControlListener,
+    Introduction,
     RefusedError,
+    Side,
+    Versions,
     answer_coordinator,
     hear_coordinator,
+    local_versions,
     refuse,
     say_goodbye,
     say_ready,
+    shake_hands,
 )
-from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
-from torchstrat.parameter_server.meeting.listener import ControlListener
-from torchstrat.parameter_server.meeting.rebirth import start_again
-from torchstrat.parameter_server.meeting.secret import derive_key
-from torchstrat.parameter_server.meeting.versions import Versions, local_versions
 from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.transport.auth import derive_key
+
+
+def start_again() -> None:
+    """Run this process's command line again, in its place: same process id, arguments and environment, no memory.
+
+    Every thread ends at once, also one that is stuck in a user's function. Descriptors that Python and torch open are
+    closed. Returns only in a process that `multiprocessing` started: its command line means something to its parent
+    alone, which then has to start another.
+    """
+    if multiprocessing.parent_process() is not None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
 
 EXIT_DONE = 0
 """Told to end (SIGTERM, `TaskHost.stop`), or its coordinator has finished and it was to end then."""
