@@ -19,8 +19,8 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, docum
 from torchstrat import optimizer_tiers as tiers
 from torchstrat.errors import NotSendableError, UnsupportedError
 from torchstrat.parameter_server import job
+from torchstrat.parameter_server.serialization import object_table, pickler
 from torchstrat.parameter_server.server import live_optimizer, steps
-from torchstrat.parameter_server.travel import pickling, world
 from torchstrat.parameter_server.variables import elementwise
 from torchstrat.parameter_server.variables.bonds import Bonds
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -204,15 +204,15 @@ def _forgetting(self: live_optimizer.LiveOptimizer, options: Any) -> None:
 @contextmanager
 def _copying_hooks() -> Iterator[None]:
     with (
-        mock.patch.object(pickling, "is_library", lambda name: name != "torch.optim.optimizer"),
-        mock.patch.object(world, "take_over_steps"),
+        mock.patch.object(pickler, "is_library", lambda name: name != "torch.optim.optimizer"),
+        mock.patch.object(object_table, "take_over_steps"),
     ):
         yield
 
 
 def _giving_each_its_cell() -> AbstractContextManager[object]:
-    plainly = pickling.cloudpickle.Pickler._dynamic_function_reduce
-    return mock.patch.object(pickling.ValuePickler, "_dynamic_function_reduce", plainly)
+    plainly = pickler.cloudpickle.Pickler._dynamic_function_reduce
+    return mock.patch.object(pickler.ValuePickler, "_dynamic_function_reduce", plainly)
 
 
 _COPIED_HOOKS = "a class of the script brings a copy of PyTorch's hooks"

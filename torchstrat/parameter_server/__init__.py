@@ -11,7 +11,7 @@ From the wire upwards::
     messages.py       what servers are told: frozen dataclasses
     server/           the role ``ps``: shards, optimizers on shards and rows, records of what was applied
     worker/           the role ``worker``: runs functions, over its own copy of the captured objects
-    travel/           how functions and what they reach get there
+    serialization/    how functions and what they reach get there
     variables/        placement, access, shards, checkpoints: the servers' content as the others see it
     scheduler.py      the coordinator's decisions: a pure state machine; dispatcher.py is the thin shell around it
     job.py            the coordinator's hold on the servers; membership/ on the workers

@@ -31,7 +31,6 @@ from torchstrat.parameter_server.dispatch import (
     ServerGone,
 )
 from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.membership.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
@@ -42,10 +41,9 @@ from torchstrat.parameter_server.messages import (
     VariableSpec,
     dropped_among,
 )
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, Token, token_of_spec
 from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.travel.catalog import Catalog
-from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
 from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.cache_servers import CacheServers
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables

@@ -13,7 +13,7 @@ from torch import nn
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
+from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
 from torchstrat.parameter_server.variables.bonds import Bonds
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.elementwise import Kinds

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.travel.catalog import Catalog
-from torchstrat.parameter_server.travel.closures import pack
+from torchstrat.parameter_server.serialization.captured_objects import Catalog
+from torchstrat.parameter_server.serialization.functions import pack
 
 MEMBERS = "members"
 """Of the settings' keys: (this, token of a module) → `Members`."""

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.parameter_server.messages import SetAttribute, SetAttributes
-from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 
 ATTRIBUTES = "attributes"
 """Of the settings' keys: (this, token of a module or an optimizer) → `SetAttributes`."""

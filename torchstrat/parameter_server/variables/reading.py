@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.optimizer_tiers import is_listed
-from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState

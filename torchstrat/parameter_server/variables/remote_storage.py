@@ -15,7 +15,7 @@ from torchstrat.variable.storage import DeclaredShape, Edit
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
-    from torchstrat.parameter_server.travel.world import World
+    from torchstrat.parameter_server.serialization.object_table import World
 
 _OPERATIONS: dict[Edit, EditOp] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 

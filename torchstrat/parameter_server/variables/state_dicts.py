@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.travel.sendable import StaysHere
+from torchstrat.parameter_server.serialization.path_errors import StaysHere
 from torchstrat.variables import WeakOrdered
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torchstrat.errors import FunctionError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.travel.catalog import Increment
-from torchstrat.parameter_server.travel.not_here import NotHere
-from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
+from torchstrat.parameter_server.serialization.captured_objects import Increment, Token, token_of_spec
+from torchstrat.parameter_server.serialization.path_errors import NotHere
 from torchstrat.stand_ins import take_over_steps
 
 _CPU = torch.device("cpu")
@@ -72,7 +71,7 @@ class World:
                 f"captured objects arrived out of order: increment {increment.number} builds on {increment.since}, "
                 f"and this worker has {self.version}."
             )
-        from torchstrat.parameter_server.travel.salvage import load_increment
+        from torchstrat.parameter_server.serialization.pickler import load_increment
 
         blob, tensors, buffers = increment.blob, increment.tensors, increment.buffers
         objects, _ = load_increment(blob, tensors, buffers, self._look_up_any, self.device)
@@ -84,7 +83,7 @@ class World:
 
     def unpickle(self, blob: bytes, tensors: tuple[torch.Tensor, ...], buffers: int, what: str) -> Any:
         """Undo a pickle of the coordinator's; ``what`` it is, for the error of a module that is missing here."""
-        from torchstrat.parameter_server.travel.pickling import (
+        from torchstrat.parameter_server.serialization.pickler import (
             ObjectUnpickler,  # cloudpickle is loaded when it is needed
         )
 

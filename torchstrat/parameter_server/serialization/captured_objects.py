@@ -7,28 +7,194 @@ without values: parameters and buffers in it are descriptions, of which the work
 
 Of the Python state that changes after its increment was made, modes and plain attributes follow with the settings of a
 function (see `PlainAttributes`); other containers and objects do not. Do such things inside the scheduled function.
+
+The coordinator holds everything that has a token weakly. What dies is noted with the number of the next function, and
+is released when every function below that number has its outcome: none of them can begin, be repeated or come back any
+more, and later ones cannot name what was gone before they were scheduled. Tokens are never used again.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.travel.outgoing import Described, Outgoing, Recipe, Token, culprit_of, token_of_spec
-from torchstrat.parameter_server.travel.reach import Reach
-from torchstrat.parameter_server.travel.sendable import not_sendable, path_to, training_state_refusal
+from torchstrat.parameter_server.serialization.closure_walk import Reach
+from torchstrat.parameter_server.serialization.path_errors import (
+    Refused,
+    not_sendable,
+    path_to,
+    refusal,
+    training_state_refusal,
+    why_not,
+)
 from torchstrat.reachable import HELPER_TYPES
 from torchstrat.variables import VariableRegistry
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.serialization.closure_walk import Look
+    from torchstrat.parameter_server.serialization.object_table import World
+
+Token = tuple[Any, ...]
+"""What a captured object is called between processes: a small tuple of strings and numbers."""
+
+Recipe = Callable[["World"], Any]
+"""Builds a worker's object, in that worker's world."""
+
+_NEVER_CAPTURED = frozenset({types.FunctionType, types.ModuleType, types.CellType, types.MethodType, type})
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """Stands for a variable in an increment, where no module holds it."""
+
+    spec: VariableSpec
+
+
+def culprit_of(error: Exception, last: Any) -> tuple[Any, str]:
+    """What could not be pickled, and why."""
+    if isinstance(error, Refused):
+        return error.value, error.reason
+    return last, why_not(last, error)
+
+
+def _is_derived(value: Any) -> bool:
+    """Whether it was computed from parameters. Modules keep such tensors and renew them in their forward pass: masked
+    and normalised weights."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+
+
+def token_of_spec(spec: VariableSpec) -> Token:
+    return spec.kind, spec.number
+
+
+class Outgoing:
+    """What goes as a reference from the coordinator to workers. ``fresh``: ids of captured objects that go themselves.
+
+    Afterwards ``tokens`` has the references that were made and the objects that they stand for, ``described`` the
+    variables whose descriptions went along.
+    """
+
+    makes_plain = False
+
+    def __init__(self, catalog: Catalog, root: Any, fresh: frozenset[int] | None = None) -> None:
+        self._catalog = catalog
+        self._root = root
+        self._fresh = fresh if fresh is not None else frozenset()
+        self._describes = fresh is not None
+        self._memo: dict[int, bool] = {}
+        self.tokens: dict[Token, Any] = {}
+        self.described: set[Token] = set()
+
+    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+        if id(value) in self._fresh:
+            return None
+        if type(value) in _NEVER_CAPTURED:
+            return None
+        found = self._described(value) if self._describes else None
+        if found is None:
+            token = self._catalog.refer_to(value)
+            if token is not None:
+                self.tokens[token] = value
+                found = "ref", token
+        if found is not None:
+            return found
+        reason = refusal(value) or self._mixes(value)
+        if reason is None and not (self._describes and _is_derived(value)):
+            reason = training_state_refusal(value)
+        if reason is not None:
+            raise Refused(value, reason)
+        return None
+
+    def _described(self, value: Any) -> tuple[Any, ...] | None:
+        """Within an increment: what the worker makes its own object from, at whatever place it meets it first."""
+        spec = value.spec if isinstance(value, Described) else None
+        if isinstance(value, torch.Tensor):
+            spec = self._catalog.spec_of(value)
+        if spec is not None:
+            self.described.add(token_of_spec(spec))
+            return "tensor", spec
+        found = self._catalog.recipe_of(value)
+        return ("made", *found) if found is not None else None
+
+    def _mixes(self, value: Any) -> str | None:
+        from torchstrat.strategy import Strategy
+
+        if isinstance(value, Strategy):
+            return "it is another strategy than the one that schedules the function."
+        return None
+
+    def enters(self, value: Any) -> bool:
+        """Whether ``value`` is sent with its contents."""
+        return id(value) in self._fresh or self._catalog.token_of(value) is None
+
+    def by_value(self, value: Any) -> bool:
+        return self._catalog.reach.by_value(value, self._root, self._memo)
+
+    def rests_on(self, value: Any) -> list[tuple[Look, list[Any]]] | None:
+        """Of a function or class that goes by name: see `Reach.rests_on`."""
+        return self._catalog.reach.rests_on(value)
+
+    def names_used(self) -> frozenset[str]:
+        return self._catalog.reach.names_from(self._root)
+
+
+class Lifetimes:
+    """Of one job's captured objects and variables, by their tokens. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._next_function: Callable[[], int] = lambda: 0
+        self._on_death: Callable[[], None] = lambda: None
+        self._dead: deque[tuple[int, Token]] = deque()
+        self._here: deque[Token] = deque()
+        self._is_told = False
+        self.deaths = 0
+        """Another number whenever something has died since."""
+
+    def watch(self, next_function: Callable[[], int], on_death: Callable[[], None]) -> None:
+        """``next_function()``: the number of the function that is scheduled next. ``on_death`` is called, in whatever
+        thread and with whatever locks held, when there is something to release."""
+        self._next_function, self._on_death = next_function, on_death
+
+    def died(self, token: Token) -> None:
+        """An object is gone. For the callbacks of weak references, so it takes no lock."""
+        self.deaths += 1
+        self._here.append(token)
+        self._dead.append((self._next_function(), token))
+        if not self._is_told:
+            self._is_told = True
+            self._on_death()
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether anything waits to be released."""
+        return bool(self._dead)
+
+    def take_released(self, ended_below: int) -> tuple[Token, ...]:
+        """What no function can name any more, given that those below this number have ended; each once."""
+        self._is_told = False  # first: what dies from now on tells again
+        dead, taken = self._dead, []
+        while dead and dead[0][0] <= ended_below:
+            taken.append(dead.popleft()[1])
+        return tuple(taken)
+
+    def take_dead(self) -> tuple[Token, ...]:
+        """What the coordinator's own tables need not know any more, whether or not functions do; each once."""
+        here, taken = self._here, []
+        while here:
+            taken.append(here.popleft())
+        return tuple(taken)
+
 
 SpecOf = Callable[[torch.Tensor], VariableSpec | None]
 
@@ -329,7 +495,9 @@ class Catalog:
 
     def _made_of(self, entries: list[_Entry], specs: list[VariableSpec], since: int) -> tuple[Increment, set[Token]]:
         """The increment, and the tokens of other captured objects that it refers to."""
-        from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+        from torchstrat.parameter_server.serialization.pickler import (
+            ObjectPickler,  # cloudpickle is loaded when it is needed
+        )
 
         objects = [(entry.token, value) for entry in entries if (value := entry.get()) is not None]
         values = [value for _, value in objects]

@@ -9,16 +9,20 @@ worker, so such state lives on between calls; a function whose closure has chang
 
 Tensors among the arguments and in closures are copied when packed, so changing them afterwards does no harm. The same
 tensor twice is the same tensor there, while views of one storage no longer share it.
+
+An exception that a function raised comes back as itself: its class, its arguments, its attributes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import pickle
+import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,15 +32,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.travel import plain
-from torchstrat.parameter_server.travel.catalog import Catalog
-from torchstrat.parameter_server.travel.outgoing import Outgoing, Token, culprit_of
-from torchstrat.parameter_server.travel.plain import ATOMS, is_plain
-from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
-from torchstrat.parameter_server.travel.remembered import Remembered
-from torchstrat.parameter_server.travel.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
-from torchstrat.parameter_server.travel.world import World
+from torchstrat.errors import FunctionError, NotSendableError
+from torchstrat.parameter_server.dispatch import Raised
+from torchstrat.parameter_server.serialization import plain
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, Token, culprit_of
+from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.pack_cache import Remembered
+from torchstrat.parameter_server.serialization.path_errors import (
+    Refused,
+    name_of,
+    not_sendable,
+    path_to,
+    paths,
+    refusal,
+)
+from torchstrat.parameter_server.serialization.plain import ATOMS, is_dense, is_plain, snapshot
 from torchstrat.tensor_bytes import bytes_of
+from torchstrat.tracebacks import shorten
 from torchstrat.variable.tensor_like import TensorLike
 
 LARGE_BYTES = 64 * 2**20
@@ -87,7 +99,9 @@ def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered 
     Raises:
         NotSendableError: a part cannot travel; the message names it and how it is reached.
     """
-    from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.serialization.pickler import (
+        ObjectPickler,  # cloudpickle is loaded when it is needed
+    )
 
     catalog.begin()
     references = Outgoing(catalog, value)
@@ -196,7 +210,9 @@ def pack_result(value: Any, world: World, what: str = "result") -> Packed:
         return _NONE
     if is_plain(value):
         return Packed(plain.dumps(value), what=what)
-    from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.serialization.pickler import (
+        ObjectPickler,  # cloudpickle is loaded when it is needed
+    )
 
     pickler = ObjectPickler(_Returning(world))
     try:
@@ -212,7 +228,7 @@ def unpack_result(packed: Packed) -> Any:
     """What a function returned, on the coordinator."""
     if not packed.tensors and plain.holds_no_class_of_a_program(packed.blob):
         return pickle.loads(packed.blob)
-    from torchstrat.parameter_server.travel.pickling import ResultUnpickler
+    from torchstrat.parameter_server.serialization.pickler import ResultUnpickler
 
     return ResultUnpickler(packed.blob, packed.tensors, packed.buffers, _unknown, torch.device("cpu")).load()
 
@@ -287,3 +303,80 @@ def _data_in(value: Any, name: str, references: Outgoing) -> Iterator[tuple[str,
             yield path, len(part)
         elif isinstance(part, torch.Tensor | np.ndarray):
             yield path, part.nbytes
+
+
+def pack_exception(error: BaseException, world: World) -> Raised:
+    """On the worker, with its traceback as a note.
+
+    What cannot travel arrives as the error's text in a `FunctionError`, and so does what would end the coordinator:
+    ``sys.exit()`` in a function.
+    """
+    shorten(error)
+    note = f"on the worker:\n{''.join(traceback.format_exception(error))}"
+    as_text = _noted(FunctionError(f"{type(error).__name__}: {error}"), note)
+    if not isinstance(error, Exception):
+        return Raised(as_text)
+    with contextlib.suppress(Exception):
+        copy = pickle.loads(pickle.dumps(error))
+        if _is_alike(copy, error):
+            return Raised(_noted(copy, note))
+    what = f"the {type(error).__name__} raised"
+    with contextlib.suppress(Exception):
+        kind, args, state = _in_parts(error)
+        with contextlib.suppress(NotSendableError):
+            return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
+        state, left = _sendable(state, world)
+        note += f"attributes that could not travel: {', '.join(left)}"
+        return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
+    return Raised(as_text)
+
+
+def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_result) -> BaseException:
+    """On the coordinator."""
+    if isinstance(raised.packed, Packed):
+        with contextlib.suppress(Exception):
+            kind, args, state, note = unpack(raised.packed)
+            return _noted(_from_parts(kind, args, state), note)
+    return raised.error
+
+
+def _in_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], Any]:
+    """What a class of the user's own, with arguments of its own, can be made of again without calling it. How the class
+    itself says that it is pickled counts where pickle does it."""
+    kind = type(error)
+    is_own = any(isinstance(way, types.FunctionType) for way in (kind.__reduce__, kind.__reduce_ex__))
+    reduced: Any = _builtin_of(kind).__reduce__(error) if is_own else error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return kind, reduced[1], reduced[2] if len(reduced) > 2 else None
+
+
+def _sendable(state: Any, world: World) -> tuple[Any, list[str]]:
+    """The attributes that can travel, and the names of the others."""
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        with contextlib.suppress(NotSendableError):
+            pack_result(value, world)
+            kept[name] = value
+    return kept, sorted(state.keys() - kept.keys())
+
+
+def _from_parts(kind: type[BaseException], args: tuple[Any, ...], state: Any) -> BaseException:
+    error = kind.__new__(kind, *args)
+    _builtin_of(kind).__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
+    if state is not None:
+        error.__setstate__(state)
+    return error
+
+
+def _builtin_of(kind: type[BaseException]) -> Any:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _is_alike(copy: BaseException, error: BaseException) -> bool:
+    """A class whose arguments are not those of `Exception` is often made again with other ones, silently."""
+    return type(copy) is type(error) and str(copy) == str(error) and len(copy.args) == len(error.args)
+
+
+def _noted(error: BaseException, note: str) -> BaseException:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    return error

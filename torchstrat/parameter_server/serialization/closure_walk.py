@@ -22,9 +22,22 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torchstrat.parameter_server.travel.code_names import names_in
 from torchstrat.reachable import HELPER_TYPES
 from torchstrat.variable.tensor_like import TensorLike
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Global and attribute names used by a function and by the functions defined in it, each once, in order.
+
+    The two kinds are not told apart: ``lib.model`` uses both ``lib`` and ``model``.
+    """
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(dict.fromkeys(names_in(constant)))
+    return tuple(names)
+
 
 _LIBRARIES = frozenset({"torch", "torchstrat", "numpy", "cloudpickle", "pytest", "_pytest"})
 _ATOMS = (

@@ -3,6 +3,11 @@
 Pickling fails deep inside; users know their program by its names. So the part that cannot travel is looked for again
 from the outside, along closures, globals, attributes and items, and the shortest way to it is the error's first words:
 ``step → closure variable 'state'['lock'] (a _thread.lock) cannot travel to a worker: …``.
+
+A captured object whose class or module cannot be imported on a worker, or whose own code raised when it was made, has
+a stand-in there (`NotHere`). One such object must not keep everything that was captured with it, or after it, from
+arriving: a program that never uses it on a worker runs. Whatever is asked of the stand-in raises the error of the
+import, or of that code.
 """
 
 from __future__ import annotations
@@ -16,15 +21,14 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.errors import NotSendableError
-from torchstrat.parameter_server.travel.code_names import names_in
-from torchstrat.parameter_server.travel.reach import is_installed, is_library
+from torchstrat.errors import FunctionError, NotSendableError
+from torchstrat.parameter_server.serialization.closure_walk import is_installed, is_library, names_in
 from torchstrat.variable.tensor_like import TensorLike
 
 _MAX_OBJECTS = 50_000
@@ -260,3 +264,72 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", getattr(value, name)
     if not is_library(type(value).__module__):
         yield f" → class {type(value).__name__}", type(value)
+
+
+class NotHere:
+    """Base of the classes that stand for missing ones; see `class_for`."""
+
+    _why: FunctionError
+
+    def __new__(cls, *_: Any, **__: Any) -> NotHere:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    # -- what unpickling does to an object, whatever class it has
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        pass
+
+    def extend(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    # -- what programs do to it
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise FunctionError(str(self._why)) from self._why
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise FunctionError(str(self._why)) from self._why
+
+    __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __eq__ = __lt__ = __int__ = __float__ = (
+        _refuse
+    )
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __index__ = __enter__ = __exit__ = _refuse
+    __hash__ = object.__hash__
+
+
+def missing_error(error: Exception, what: str) -> FunctionError:
+    """Of something captured: what this process cannot import, and the remedy."""
+    module = error.name if isinstance(error, ModuleNotFoundError) and error.name else what.rpartition(".")[0] or what
+    made = FunctionError(
+        f"captured objects need {what}, which this worker cannot import ({type(error).__name__}: {error}). Install the "
+        f"module {module!r} on the workers and start them again, or have it sent: "
+        f"cloudpickle.register_pickle_by_value({module}) on the coordinator, before the objects are made in a scope."
+    )
+    made.__cause__ = error
+    return made
+
+
+def class_for(name: str, why: FunctionError) -> type[NotHere]:
+    """The class that stands for the missing one of that name, or for a function: a call of it makes a stand-in."""
+    return type(name, (NotHere,), {"_why": why})
+
+
+class MissingModule(types.ModuleType):
+    """Stands for a module that cannot be imported."""
+
+    def __init__(self, name: str, why: FunctionError) -> None:
+        super().__init__(name)
+        self.__dict__["_why"] = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        why: FunctionError = self.__dict__["_why"]
+        raise FunctionError(str(why)) from why
