@@ -4,7 +4,7 @@ logical devices, for blocks of a step, and for steps that processes share out.
 This is a list of classes, not a trial. A trial sees a few small parameters; an optimizer that looks at several at once
 (a norm over all of them), or keeps things outside of ``state``, might pass it and be wrong when cut. Subclasses of
 these classes may do anything, and count as unknown. Where the user says of a class that it works element by element, a
-trial checks that (`torchstrat.parameter_server.variables.elementwise`).
+trial checks that (`torchstrat.parameter_server.variables.optimizer_state`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeE
 from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
 from torchstrat.optimizer_tiers import UNKNOWN, Gradients, Kind, Tier, is_listed, tier_of
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
-from torchstrat.parameter_server.variables.elementwise import Kinds, check_word
+from torchstrat.parameter_server.variables.optimizer_state import Kinds, check_word
 from torchstrat.replicas.central.portions import Work, portions
 from torchstrat.stand_ins import bare_step
 

@@ -22,7 +22,7 @@ from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equ
 from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpickling
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
-from torchstrat.parameter_server.variables.plain_attributes import fixed_attributes
+from torchstrat.parameter_server.variables.module_structure import fixed_attributes
 
 StepsHaveSet = tuple[list[dict[str, Any]], dict[str, Any]]
 """By group, entries of ``param_groups``; plain attributes."""

@@ -19,8 +19,7 @@ from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
-from torchstrat.parameter_server.variables.module_structure import MEMBERS, Members
-from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES, fixed_attributes
+from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.thread_state import leave_plain
 

@@ -4,13 +4,19 @@ A parameter or buffer that has been placed keeps its object and its memory, and 
 asks before it does anything with the tensor (``__torch_function__``), on any thread. What shows the same memory (views,
 ``detach()``, ``.data``, the values of ``state_dict()``) asks in the same way. Whether the memory is current, and what a
 write means, is the cache's to say: `torchstrat.parameter_server.variables.coordinator_cache`.
+
+Large tables move by the rows alone that a call reads or writes. A tensor that gets more rows stays the same object, for
+whoever holds it: a parameter, and its gradient.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -22,7 +28,137 @@ from torchstrat import _torch_private, hook_registrations
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
-from torchstrat.parameter_server.needs_no_values import NEEDS_NO_VALUES
+from torchstrat.parameter_server.messages import InitialOp, VariableSpec
+
+Moment = tuple[int, int]
+"""How many functions have been scheduled, and how many of them had not ended."""
+
+
+class Functions(Protocol):
+    """What has been scheduled."""
+
+    @property
+    def next_function(self) -> int:
+        """How many there are."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many of them have not ended."""
+
+    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
+        """A block in which no function is half-way, and none begins."""
+
+
+class NoFunctions:
+    """Before there is a coordinator that could schedule any."""
+
+    next_function = 0
+    num_unfinished = 0
+
+    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Servers(Protocol):
+    """Where the values are."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of these ids, which are sorted, unique and in range."""
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None: ...
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """``value`` is that of these rows (``(n,)`` int64; None: of all)."""
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        """The servers do this to their values."""
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
+
+
+class NoServers:
+    """Where variables are only planned."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
+        raise AssertionError("there are no servers to read from")
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("there are no servers to read from")
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        return call()
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+def _properties(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+def _is_kind(name: str) -> bool:
+    """Whether it is a property that says of which kind a tensor is: ``is_meta``, ``is_cuda``, ``is_quantized`` …"""
+    return name.startswith("is_") and not callable(getattr(torch.Tensor, name))
+
+
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+NEEDS_NO_VALUES = frozenset(
+    {
+        *_properties("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
+        *_properties("nbytes", "itemsize", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *_properties(*(name for name in dir(torch.Tensor) if _is_kind(name))),
+        *_methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+        *_methods("is_contiguous", "is_floating_point", "is_complex", "get_device", "__hash__", "__len__"),
+        *_methods("is_inference", "is_signed", "is_coalesced", "_is_view", "dim_order"),
+        *_methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
+    }
+)
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """``memory``, of any number of rows, takes the place of what ``tensor`` has."""
+    with DisableTorchFunctionSubclass():
+        _DATA.__set__(tensor, memory)
+
+
+def grow_gradient(parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """A gradient that is left is nothing of the new rows: it may still be added to, or set to zero."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        gradient = _GRAD.__get__(parameter)
+        if gradient is None or tuple(gradient.shape) == shape:
+            return
+        if gradient.layout == torch.sparse_coo:
+            grown = torch.sparse_coo_tensor(
+                gradient._indices(),
+                gradient._values(),
+                shape,
+                is_coalesced=gradient.is_coalesced(),
+                check_invariants=False,
+            )
+        else:
+            grown = gradient.new_zeros(shape)
+            grown[: len(gradient)] = gradient
+        _DATA.__set__(gradient, grown)
 
 
 class Holder(Protocol):
@@ -201,6 +337,12 @@ def bring_alone(tensor: Any) -> None:
         tensor._read()
 
 
+@functools.cache
+def ask_before_transforms() -> None:
+    """Those of torch.func take hold of tensors without asking their class."""
+    _torch_private.before_transforms_take(bring_alone)
+
+
 def alias_of(tensor: torch.Tensor) -> Alias | None:
     """None where it is an ordinary tensor, which another thread may just have made it."""
     return _aliases.get(id(tensor))
@@ -276,8 +418,81 @@ _IN_PLACE = frozenset(
         ]
     }
 )
-_DATA: Any = torch.Tensor.data
 _DATA_SET = _DATA.__set__
 _HANDS_OUT = frozenset({"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
 """By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
 to code that changes it without leaving a trace in ``_version``, or does so itself."""
+
+
+def read_rows(call: TensorCall, table: torch.Tensor) -> torch.Tensor | None:
+    """The ids of the rows of ``table`` that a call looks at, sorted and unique; None for one that may look at all.
+
+    ``table[ids]`` and lookups do. Ids that are out of range are the call's own error.
+    """
+    arguments = [*call.args, *call.kwargs.values()]
+    if sum(one is table for one in tensors_in(arguments)) != 1:
+        return None
+    if call.func is torch.Tensor.__getitem__ and call.args[0] is table:
+        index = call.args[1]  # of one number: a view, by which somebody may write
+        ids = torch.as_tensor(index) if isinstance(index, list | torch.Tensor) else None
+    elif call.func in (F.embedding, F.embedding_bag):
+        ids = call.args[0] if call.args else call.kwargs["input"]
+    else:
+        return None
+    if ids is None or ids.dtype not in _OF_IDS or (ids.dim() == 0 and call.func is torch.Tensor.__getitem__):
+        return None
+    ids = ids.detach().reshape(-1).cpu().to(torch.int64)
+    ids = torch.where(ids < 0, ids + len(table), ids) if call.func is torch.Tensor.__getitem__ else ids
+    ids = ids[(ids >= 0) & (ids < len(table))]
+    return torch.unique(ids)  # type: ignore[no-any-return]
+
+
+_OF_IDS = (torch.int64, torch.int32)
+
+
+def given_rows(call: TensorCall, table: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Values, and the ids ``(n,)`` of the rows that get them (None: all rows); None for a call that brings no values.
+
+    ``table[ids] = rows`` and ``table.copy_(values)`` do, and ``copy_`` of a view that is made of whole rows. Raises
+    `UnsupportedError` naming the table for parts of rows.
+    """
+    if call.func is torch.Tensor.__setitem__:
+        target, index, value = call.args
+        if target is not table:
+            raise _not_rows(name)
+        ids = _rows_at(index, len(table), name)
+    elif call.func is torch.Tensor.copy_:
+        target, value = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs["src"]
+        ids = None if target is table else _rows_of_view(target, table, name)
+    else:
+        return None
+    value = torch.as_tensor(value, dtype=table.dtype)
+    if value.is_meta:
+        return None
+    shape = tuple(table.shape) if ids is None else (len(ids), *table.shape[1:])
+    return value.detach().cpu().expand(shape), ids
+
+
+def _rows_at(index: Any, rows: int, name: str) -> torch.Tensor | None:
+    if isinstance(index, tuple):
+        if len(index) != 1 and not all(one is Ellipsis or one == slice(None) for one in index[1:]):
+            raise _not_rows(name)
+        index = index[0]
+    if index is Ellipsis:
+        return None
+    return torch.arange(rows)[index].reshape(-1)
+
+
+def _rows_of_view(view: torch.Tensor, table: torch.Tensor, name: str) -> torch.Tensor:
+    elements = math.prod(table.shape[1:])
+    first, count = view.storage_offset(), view.numel()
+    if not elements or first % elements or count % elements or not view.is_contiguous():
+        raise _not_rows(name)
+    return torch.arange(first // elements, (first + count) // elements)
+
+
+def _not_rows(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is on meta, so the coordinator has no values of it, and a part of its rows was written. Write whole "
+        "rows (table.weight[ids] = rows), all of it (copy_, load_state_dict, nn.init), or in a scheduled function."
+    )
