@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.parameter_server.variables.shard_handles import handle_of, spans_of
-from torchstrat.parameter_server.variables.sharded_slicing import check_ids, split_ids
+from torchstrat.parameter_server.variables.sharded_indexing import check_ids, handle_of, spans_of, split_ids
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.sparse_ids import ID_DTYPES, SparseIds, parse_sparse_ids, parse_weights
 

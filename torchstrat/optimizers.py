@@ -5,7 +5,7 @@ for blocks of a step, and for steps that processes share out. It is a list of cl
 small parameters; an optimizer that looks at several at once (a norm over all of them), or keeps things outside of
 ``state``, might pass it and be wrong when cut. Subclasses of these classes may do anything, and count as unknown. Where
 the user says of a class that it works element by element, a trial checks that
-(`torchstrat.parameter_server.variables.elementwise`).
+(`torchstrat.parameter_server.variables.optimizer_state`).
 
 **Stand-ins.** Optimizers that are stepped in the place of another one: of its class and with its attributes, over
 other parameters and other state. No constructor runs, and what is stepped of them is nothing of the user's unless it is

@@ -25,8 +25,8 @@ from torchstrat.cluster_resolver import ClusterSpec
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.commands import parser_with_examples
 from torchstrat.errors import ClusterConfigError, TorchstratError
-from torchstrat.parameter_server.meeting.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
-from torchstrat.parameter_server.meeting.task_server import Server, end_even_if_stuck
+from torchstrat.parameter_server.membership.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
+from torchstrat.parameter_server.membership.task_server import Server, end_even_if_stuck
 
 __all__ = ["Server", "main"]
 

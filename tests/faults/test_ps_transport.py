@@ -19,7 +19,7 @@ from tests.faults.counting import wait_until
 from tests.support.ps_nodes import ELEMENTS, PATIENCE_SECONDS, Lost, Node, Nodes, endpoint_with, error_of
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 
 NOTICE_SECONDS = 20.0
 """A death takes 20 to 80 ms to be seen; the rest is for a busy machine. That it is seen by the connection, and not by a

@@ -123,7 +123,7 @@ strategy = cluster.strategy()
 """
 
 INTERRUPTED_MEETING = """
-from torchstrat.parameter_server.membership import ClusterMembership
+from torchstrat.parameter_server.membership.membership import ClusterMembership
 wait_for = ClusterMembership.wait_for
 def interrupted(self, *arguments):
     ClusterMembership.wait_for = wait_for

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import shared_cache
 from tests.child_processes import children_of
 from torchstrat import reachable
 from torchstrat.collectives import process_group
-from torchstrat.parameter_server.travel.code_names import names_in
+from torchstrat.parameter_server.serialization.closure_walk import names_in
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SETTLE_SECONDS = 10.0

@@ -43,8 +43,8 @@ from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
 from tests.matrix.table import RIGHT, Cell, Expected, refused
 from torchstrat.errors import CommunicationError
-from torchstrat.parameter_server.travel import reach
-from torchstrat.parameter_server.wire import envelopes
+from torchstrat.parameter_server.serialization import closure_walk
+from torchstrat.parameter_server.transport import envelopes
 from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.strategies import parameter_server as own_module
 
@@ -362,7 +362,7 @@ def run_cells(wanted: Mapping[str, Any]) -> Iterator[on_servers.Answer]:
     # What is known to stay makes the others slower.
     others.sort(key=lambda cell: expected(*cell).verdict == "open")
     # The coordinator keeps what it found of so many functions, each of other code: fewer, so that turns go beyond it.
-    few = mock.patch.object(reach, "_MAX_KNOWN", 16)
+    few = mock.patch.object(closure_walk, "_MAX_KNOWN", 16)
     with on_servers.planted(*fault), few, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for row, column in wanted["cells"]:

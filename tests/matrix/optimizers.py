@@ -19,10 +19,10 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, docum
 from torchstrat import optimizers as tiers
 from torchstrat.errors import NotSendableError, UnsupportedError
 from torchstrat.parameter_server import job
+from torchstrat.parameter_server.serialization import object_table, pickler
 from torchstrat.parameter_server.server import live_optimizer, steps
-from torchstrat.parameter_server.travel import pickling, world
-from torchstrat.parameter_server.variables import elementwise
-from torchstrat.parameter_server.variables.bonds import Bonds
+from torchstrat.parameter_server.variables import optimizer_state
+from torchstrat.parameter_server.variables.placement import Bonds
 from torchstrat.testing.fake_cluster import FakeCluster
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _all_are_elementwise(cls: type[Optimizer]) -> tiers.Kind:
     return tiers._KINDS.get(cls, tiers.Kind(tiers.Tier.ELEMENTS))
 
 
-def _believing(self: elementwise.Kinds, optimizer: Optimizer) -> tiers.Kind:
+def _believing(self: optimizer_state.Kinds, optimizer: Optimizer) -> tiers.Kind:
     is_named = type(optimizer) in self._elementwise
     return tiers.Kind(tiers.Tier.ROWS) if is_named else tiers.kind_of(optimizer)
 
@@ -204,15 +204,15 @@ def _forgetting(self: live_optimizer.LiveOptimizer, options: Any) -> None:
 @contextmanager
 def _copying_hooks() -> Iterator[None]:
     with (
-        mock.patch.object(pickling, "is_library", lambda name: name != "torch.optim.optimizer"),
-        mock.patch.object(world, "take_over_steps"),
+        mock.patch.object(pickler, "is_library", lambda name: name != "torch.optim.optimizer"),
+        mock.patch.object(object_table, "take_over_steps"),
     ):
         yield
 
 
 def _giving_each_its_cell() -> AbstractContextManager[object]:
-    plainly = pickling.cloudpickle.Pickler._dynamic_function_reduce
-    return mock.patch.object(pickling.ValuePickler, "_dynamic_function_reduce", plainly)
+    plainly = pickler.cloudpickle.Pickler._dynamic_function_reduce
+    return mock.patch.object(pickler.ValuePickler, "_dynamic_function_reduce", plainly)
 
 
 _COPIED_HOOKS = "a class of the script brings a copy of PyTorch's hooks"
@@ -251,7 +251,7 @@ FAULTS = [
     ),
     PlantedFault(
         "the user's word is not tried",
-        lambda: mock.patch.object(elementwise.Kinds, "of", _believing),
+        lambda: mock.patch.object(optimizer_state.Kinds, "of", _believing),
         _fakes("Lamb", "dense, named elementwise"),
     ),
     PlantedFault(
@@ -281,7 +281,7 @@ FAULTS = [
     ),
     PlantedFault(
         "nobody is told that rows without a gradient stay",
-        lambda: mock.patch.object(elementwise, "moves_rows_without_gradient", return_value=False),
+        lambda: mock.patch.object(optimizer_state, "moves_rows_without_gradient", return_value=False),
         _fakes("torch.optim.Adam", "tables, 3 shards, rows_only by default"),
     ),
 ]

@@ -28,13 +28,13 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, docum
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.known_worker import KnownWorker
+from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.server.edits import apply_edit
-from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
-from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
-from torchstrat.parameter_server.variables.variable_access import VariableEdit
+from torchstrat.parameter_server.variables.module_structure import PlainAttributes
+from torchstrat.parameter_server.variables.program_state import CapturedVariables
+from torchstrat.parameter_server.variables.remote_access import VariableEdit
 from torchstrat.parameter_server.worker import copies
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients

@@ -26,7 +26,7 @@ from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.variables import coordinator_cache
-from torchstrat.parameter_server.variables.cached_tensors import TensorCall
+from torchstrat.parameter_server.variables.cached_parameter import TensorCall
 from torchstrat.parameter_server.variables.coordinator_cache import CachedVariable, CoordinatorCache
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter

@@ -61,7 +61,7 @@ def _counts_after_jobs(_: object, stderr: Path) -> list[tuple[int, int]]:
 STUCK = """
 import sys, threading
 import torchstrat as ts
-from torchstrat.parameter_server.meeting import task_server
+from torchstrat.parameter_server.membership import task_server
 
 task_server.GRACE_SECONDS = 0.5
 threading.Thread(target=threading.Event().wait).start()

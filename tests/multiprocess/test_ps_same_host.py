@@ -24,10 +24,9 @@ from tests.support.ps_nodes import (
 )
 from torchstrat.collectives.shared_memory.segment import NoRoomError, Segment
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
-from torchstrat.parameter_server.same_host.greeting import name_of
-from torchstrat.parameter_server.same_host.message import DTYPES
-from torchstrat.parameter_server.same_host.neighbours import SWITCH
-from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.same_host.channel import DTYPES
+from torchstrat.parameter_server.same_host.peers import SWITCH, name_of
+from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's")
 

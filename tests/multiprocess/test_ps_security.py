@@ -25,10 +25,10 @@ from tests.support.ps_nodes import PATIENCE_SECONDS, Node, Nodes, endpoint_with
 from torchstrat.errors import AuthenticationError, PeerUnavailableError
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.transport import RpcEndpoint
-from torchstrat.parameter_server.wire import sockets
-from torchstrat.parameter_server.wire.sealing import Kind, Sealer
-from torchstrat.parameter_server.wire.sockets import address_of
+from torchstrat.parameter_server.transport import rpc_agent
+from torchstrat.parameter_server.transport.auth import Kind, Sealer
+from torchstrat.parameter_server.transport.rpc import RpcEndpoint
+from torchstrat.parameter_server.transport.rpc_agent import address_of
 
 AT_ONCE = 200
 TCP_CLOSE_WAIT = 8  # <netinet/tcp.h>
@@ -309,7 +309,7 @@ def test_who_dies_in_the_midst_of_its_handshake_costs_a_descriptor_and_nothing_e
 
 
 def _ended_by_the_other_side(_endpoint: RpcEndpoint) -> int:
-    states = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for _, each in sockets._sockets()]
+    states = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for _, each in rpc_agent._sockets()]
     return states.count(TCP_CLOSE_WAIT)
 
 
@@ -318,11 +318,11 @@ def _agent_listens(endpoint: RpcEndpoint) -> bool:
 
 
 def _addresses_of_agents(_endpoint: RpcEndpoint) -> list[tuple[str, int]]:
-    return [each.getsockname() for _, each in sockets._sockets() if _listens(each)]
+    return [each.getsockname() for _, each in rpc_agent._sockets() if _listens(each)]
 
 
 def _listening_sockets(_endpoint: RpcEndpoint) -> int:
-    return len({os.fstat(descriptor).st_ino for descriptor, each in sockets._sockets() if _listens(each)})
+    return len({os.fstat(descriptor).st_ino for descriptor, each in rpc_agent._sockets() if _listens(each)})
 
 
 def _listens(each: socket.socket) -> bool:

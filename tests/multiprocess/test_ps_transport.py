@@ -32,8 +32,8 @@ from torchstrat.errors import (
 )
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.transport import RpcEndpoint
-from torchstrat.parameter_server.wire.answers import RemoteHandlerError
+from torchstrat.parameter_server.transport.requests import RemoteHandlerError
+from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 from torchstrat.testing.fake_network import FakeNetwork
 
 HEARTBEAT_SECONDS, DEADLINE_SECONDS = 0.1, 0.5
@@ -386,7 +386,7 @@ LEAVES_WITHOUT_CLOSING = """
 import sys
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 import threading
 
 endpoint = RpcEndpoint(Task("worker", 0), secret=b"secret")

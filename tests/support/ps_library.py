@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ps_worlds import Job
 from torchstrat.errors import FunctionError
-from torchstrat.parameter_server.travel.closures import Packed, unpack
+from torchstrat.parameter_server.serialization.functions import Packed, unpack
 
 LIBRARY = """
 import dataclasses

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from torchstrat.cluster_resolver import ClusterSpec
-from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
-from torchstrat.parameter_server.meeting.task_host import TaskHost
+from torchstrat.parameter_server.membership.membership import Rendezvous
+from torchstrat.parameter_server.membership.task_host import TaskHost
 from torchstrat.parameter_server.tasks import Peer, Task
 
 SOON = 30.0

@@ -17,7 +17,7 @@ import torch
 from tests.faults.forked import Forked
 from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 
 SECRET = b"the secret of the clusters in these tests"
 PATIENCE_SECONDS = 60.0

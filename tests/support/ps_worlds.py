@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.messages import Shard, VariableSpec
-from torchstrat.parameter_server.travel.catalog import Catalog
-from torchstrat.parameter_server.travel.closures import pack, pack_result, unpack, unpack_result
-from torchstrat.parameter_server.travel.world import World
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes
+from torchstrat.parameter_server.serialization.functions import pack, pack_result, unpack, unpack_result
+from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.variables import VariableRegistry
 
 

@@ -33,7 +33,7 @@ from torchstrat.optimizers import (
     tier_of,
 )
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
-from torchstrat.parameter_server.variables.elementwise import Kinds, check_word
+from torchstrat.parameter_server.variables.optimizer_state import Kinds, check_word
 from torchstrat.replicas.central.portions import Work, portions
 
 Make = Callable[[Any], optim.Optimizer]

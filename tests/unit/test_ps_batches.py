@@ -21,8 +21,8 @@ from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, no
 from torchstrat.errors import CancelledError, CommunicationTimeoutError, NotSendableError
 from torchstrat.parameter_server import known_worker
 from torchstrat.parameter_server import scheduler_events as ev
-from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
+from torchstrat.parameter_server.serialization.captured_objects import Lifetimes
 from torchstrat.parameter_server.time_limits import GRACE_SECONDS, TimeLimits
 from torchstrat.testing.fake_cluster import FakeCluster
 

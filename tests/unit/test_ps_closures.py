@@ -28,9 +28,9 @@ import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules, without_library
 from tests.support.ps_worlds import Job, make_tensor
 from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, NotSendableError
-from torchstrat.parameter_server.travel import closures, pickling
-from torchstrat.parameter_server.travel.closures import pack, pack_result, unpack, unpack_result
-from torchstrat.parameter_server.travel.world import World
+from torchstrat.parameter_server.serialization import functions, pickler
+from torchstrat.parameter_server.serialization.functions import pack, pack_result, unpack, unpack_result
+from torchstrat.parameter_server.serialization.object_table import World
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_frozen_modules_of_no_scope_travel_by_value(job):
 
 
 def test_much_data_in_a_closure_is_worth_one_warning(job, monkeypatch):
-    monkeypatch.setattr(closures, "LARGE_BYTES", 1_000_000)
+    monkeypatch.setattr(functions, "LARGE_BYTES", 1_000_000)
     small, data, array = torch.zeros(1000), {"train": torch.zeros(1_000_000)}, np.zeros(2_000_000)
     extractor = nn.Linear(1000, 1000).requires_grad_(False)
     for fn, said in (
@@ -800,7 +800,7 @@ class Wrapping(torch.optim.Optimizer):
 
 def test_an_optimizer_whose_groups_are_a_property_is_made_again() -> None:
     optimizer = Wrapping(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
-    make, arguments, state, _, _, set_state = pickling._reduce_optimizer(optimizer)
+    make, arguments, state, _, _, set_state = pickler._reduce_optimizer(optimizer)
     made = make(*arguments)
     set_state(made, state)
     assert made.param_groups is optimizer.inner.param_groups

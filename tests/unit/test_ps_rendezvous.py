@@ -42,29 +42,35 @@ from torchstrat.errors import (
     PeerUnavailableError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server.meeting import control, handshake, listener, rendezvous, task_host
-from torchstrat.parameter_server.meeting.cluster_checks import (
+from torchstrat.parameter_server.membership import control_channel, handshake, membership, task_host
+from torchstrat.parameter_server.membership.cluster_checks import (
+    INTERVAL_SECONDS,
+    LINES_PER_INTERVAL,
+    Complaints,
     check_parameter_server_cluster,
     join_address,
     split_address,
 )
-from torchstrat.parameter_server.meeting.complaints import INTERVAL_SECONDS, LINES_PER_INTERVAL, Complaints
-from torchstrat.parameter_server.meeting.control import ControlChannel, connect
-from torchstrat.parameter_server.meeting.event_thread import EventThread
-from torchstrat.parameter_server.meeting.greeting import greet_task
-from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
-from torchstrat.parameter_server.meeting.listener import ControlListener
-from torchstrat.parameter_server.meeting.secret import derive_key, load_secret, new_secret
-from torchstrat.parameter_server.meeting.task_host import (
+from torchstrat.parameter_server.membership.control_channel import ControlChannel, EventThread, connect
+from torchstrat.parameter_server.membership.handshake import (
+    ControlListener,
+    Introduction,
+    Side,
+    Versions,
+    greet_task,
+    local_versions,
+    shake_hands,
+)
+from torchstrat.parameter_server.membership.membership import SERVER_DEADLINE_SECONDS
+from torchstrat.parameter_server.membership.task_host import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_GIVEN_UP,
     EXIT_REFUSED,
     TaskHost,
 )
-from torchstrat.parameter_server.meeting.versions import Versions, local_versions
-from torchstrat.parameter_server.membership import SERVER_DEADLINE_SECONDS
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.transport.auth import derive_key, load_secret, new_secret
 
 EXTRA = Task("worker", 7)
 MINE = local_versions()
@@ -223,7 +229,7 @@ def test_it_ends_with_its_coordinator_if_it_is_told_to(cast: Cast) -> None:
 
 
 def test_a_second_coordinator_is_refused_with_the_name_of_the_first(cast, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "BUSY_SECONDS", 0.1)
     spec, task, first = cast.pair(SERVER)
     second = cast.coordinator(spec)
     with pytest.raises(
@@ -257,7 +263,7 @@ def test_a_coordinator_that_dials_again_has_given_up_its_former_connection(cast,
 def test_a_coordinator_that_does_not_answer_gives_way_to_another(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is stopped, or cut off without a word, does not."""
     monkeypatch.setattr(task_host, "ALIVE_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "MESSAGE_PING", "not understood")
+    monkeypatch.setattr(membership, "MESSAGE_PING", "not understood")
     spec, task, first = cast.pair(SERVER)
     task.log.wait_for("arrived", cast.coordinator(spec).me)
     assert first.log.wait_for("left")[1] == task.peer
@@ -427,7 +433,7 @@ def test_a_task_without_any_address_is_an_error(cast: Cast) -> None:
 
 
 def test_a_port_in_use_names_the_task_and_leaves_nothing(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "BIND_SECONDS", 0.05)
+    monkeypatch.setattr(handshake, "BIND_SECONDS", 0.05)
     address = free_address()
     cast.task({"worker": [address]})
     with pytest.raises(ClusterConfigError, match=f"worker 0 cannot listen on {address}"):
@@ -828,7 +834,7 @@ def test_a_frame_means_nothing_on_another_connection_or_in_the_other_direction()
 
 def test_a_frame_that_is_too_large_is_neither_sent_nor_read(monkeypatch) -> None:
     with channels() as (mine, theirs, wire):
-        monkeypatch.setattr(control, "MAXIMAL_FRAME_BYTES", 1000)
+        monkeypatch.setattr(control_channel, "MAXIMAL_FRAME_BYTES", 1000)
         with pytest.raises(InvalidArgumentError, match="1000 bytes"):
             mine.send({"text": "x" * 2000})
         wire.tell("listener", struct.pack("!I32s", 2**31, b"m" * 32))
@@ -926,7 +932,7 @@ def test_a_connection_that_does_not_prove_itself_in_time_is_dropped_however_slow
 
 
 def test_many_silent_connections_make_room_for_honest_ones(monkeypatch) -> None:
-    monkeypatch.setattr(listener, "MAXIMAL_STRANGERS", 4)
+    monkeypatch.setattr(handshake, "MAXIMAL_STRANGERS", 4)
     log = Log()
     with listening(log) as address:
         silent = [connect(address, "silent") for _ in range(10)]
@@ -983,7 +989,7 @@ def test_complaints_are_few() -> None:
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
 def test_a_connection_outlives_the_longest_silence_that_a_process_is_allowed() -> None:
     with socket.socket() as near:
-        control.keep_alive(near)
+        control_channel.keep_alive(near)
         limit = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
         idle = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
         interval = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)

@@ -66,7 +66,7 @@ from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.variables.initial_values import RecordInitialisers, recipe_of, replay
+from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers, recipe_of, replay
 from torchstrat.testing.fake_cluster import FakeCluster
 
 APPLY_EDIT = "torchstrat.parameter_server.server.store.apply_edit"

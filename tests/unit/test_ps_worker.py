@@ -31,7 +31,7 @@ from torchstrat.errors import (
 from torchstrat.parameter_server.dispatch import Batch, Report
 from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.variables.put_rows import put_rows
+from torchstrat.parameter_server.variables.edits import put_rows
 from torchstrat.parameter_server.worker import arrivals, unique_ids
 from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
 from torchstrat.parameter_server.worker.batch_queue import BatchQueue

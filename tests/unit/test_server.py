@@ -21,7 +21,7 @@ from torchstrat import Server, cluster_resolver
 from torchstrat import server as command
 from torchstrat.cluster_resolver import ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
-from torchstrat.parameter_server.meeting import listener, rebirth
+from torchstrat.parameter_server.membership import handshake, task_host
 
 SECRET = "s" * 32
 ONE_EACH = {"worker": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"]}
@@ -276,13 +276,13 @@ def test_a_process_starts_its_own_command_line_again_or_leaves_that_to_its_paren
     monkeypatch.setattr("sys.orig_argv", ["python", "-X", "dev", "-m", "torchstrat.server", "--job", "ps"])
     monkeypatch.setattr("sys.executable", "/some/python")
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if is_child else None)
-    rebirth.start_again()
+    task_host.start_again()
     command_line = ["/some/python", "-X", "dev", "-m", "torchstrat.server", "--job", "ps"]
     assert executed == ([] if is_child else [("/some/python", command_line)])
 
 
 def test_a_worker_whose_port_is_in_use_leaves_no_hook_before_steps(monkeypatch) -> None:
-    monkeypatch.setattr(listener, "BIND_SECONDS", 0.05)
+    monkeypatch.setattr(handshake, "BIND_SECONDS", 0.05)
     hooks = list(optimizer_pre_hooks)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         spec = {"worker": [f"127.0.0.1:{taken.getsockname()[1]}"], "ps": ["127.0.0.1:1"]}

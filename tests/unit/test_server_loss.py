@@ -26,7 +26,7 @@ from torchstrat.errors import (
     WrongTypeError,
 )
 from torchstrat.parameter_server import server_loss
-from torchstrat.parameter_server.variables.server_group import ServerGroup
+from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.testing.fake_cluster import FakeCluster
 
 

@@ -38,7 +38,7 @@ from torchstrat.checkpoint.pieces import (
 )
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.shard_handles import handle_of
+from torchstrat.parameter_server.variables.sharded_indexing import handle_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.variable.variable import Variable
 from torchstrat.whole_values import whole_value_of

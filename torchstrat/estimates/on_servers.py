@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torchstrat.estimates.program import Program
 from torchstrat.estimates.rows import Row
 from torchstrat.memory import Holding, state_bytes_for
-from torchstrat.parameter_server.variables.cache_interfaces import NoServers
-from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.cached_parameter import NoServers
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.elementwise import Kinds
+from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement
+from torchstrat.parameter_server.variables.program_state import CapturedVariables
 
 PROCESSES = "a cluster"
 _ROW_NUMBER_BYTES = 8

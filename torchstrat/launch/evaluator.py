@@ -14,8 +14,8 @@ from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.launch.supervised import Program, SupervisedProcess
-from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 _TASK = Task(EVALUATOR, 0)
 _DONE = 0

@@ -36,6 +36,9 @@ from torchstrat.parameter_server.per_worker import (
 from torchstrat.parameter_server.releasing import release
 from torchstrat.parameter_server.remote_value import PlainT, RemoteValue
 from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
+from torchstrat.parameter_server.serialization.functions import Packed, pack, simple_arguments, unpack_result
+from torchstrat.parameter_server.serialization.pack_cache import Remembered
+from torchstrat.parameter_server.serialization.plain import ATOMS
 from torchstrat.parameter_server.server_loss import (
     RESTORE,
     FromNowhere,
@@ -46,9 +49,6 @@ from torchstrat.parameter_server.server_loss import (
     require_kinds,
 )
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.travel.closures import Packed, pack, simple_arguments, unpack_result
-from torchstrat.parameter_server.travel.plain import ATOMS
-from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
 from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.tracebacks import short_tracebacks

@@ -1,6 +1,6 @@
 """How the processes of a cluster talk: the interface of the transport, and what can go wrong.
 
-Implementations: `torchstrat.parameter_server.transport` on torch.distributed.rpc, and the in-memory
+Implementations: `torchstrat.parameter_server.transport.rpc` on torch.distributed.rpc, and the in-memory
 `torchstrat.testing.fake_network`.
 """
 

@@ -31,8 +31,7 @@ from torchstrat.parameter_server.dispatch import (
     ServerGone,
 )
 from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.lifetimes import Lifetimes
-from torchstrat.parameter_server.membership import Membership
+from torchstrat.parameter_server.membership.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
     NewOptimizer,
@@ -42,24 +41,29 @@ from torchstrat.parameter_server.messages import (
     VariableSpec,
     dropped_among,
 )
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, Token, token_of_spec
 from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.travel.catalog import Catalog
-from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
-from torchstrat.parameter_server.variables.bonds import check_places
-from torchstrat.parameter_server.variables.cache_servers import CacheServers
-from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState, CoordinatorSteps
-from torchstrat.parameter_server.variables.elementwise import Kinds, warn_of_rows
-from torchstrat.parameter_server.variables.initial_values import recipe_of
-from torchstrat.parameter_server.variables.module_structure import ModuleStructure
-from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state, split_state
-from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces, seed_of_variable
-from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
-from torchstrat.parameter_server.variables.reading import Reading
-from torchstrat.parameter_server.variables.server_group import ServerGroup
-from torchstrat.parameter_server.variables.variable_access import CoordinatorSender, VariableAccess
+from torchstrat.parameter_server.variables.coordinator_state import CacheServers, CoordinatorState, CoordinatorSteps
+from torchstrat.parameter_server.variables.deferred_init import recipe_of
+from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
+from torchstrat.parameter_server.variables.optimizer_state import (
+    Kinds,
+    RemoteOptimizerState,
+    read_state,
+    split_state,
+    warn_of_rows,
+)
+from torchstrat.parameter_server.variables.placement import (
+    Partitioner,
+    Placement,
+    check_places,
+    pieces,
+    seed_of_variable,
+)
+from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading
+from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
 from torchstrat.variables import VariableRegistry
 
 _MOST_UNSEEN_FUNCTIONS = 2**20

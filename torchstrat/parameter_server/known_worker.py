@@ -12,9 +12,9 @@ from torchstrat.parameter_server.leases.lease import Lease
 from torchstrat.parameter_server.per_worker import numbers_of
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
+from torchstrat.parameter_server.serialization.functions import Packed
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.travel.closures import Packed
-from torchstrat.parameter_server.wire.payloads import pack
+from torchstrat.parameter_server.transport.envelopes import pack
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.saving import SaveHandle
     from torchstrat.parameter_server.dispatcher import Dispatcher
     from torchstrat.parameter_server.messages import EditOp, VariableSpec
-    from torchstrat.parameter_server.variables.variable_access import VariableAccess
+    from torchstrat.parameter_server.variables.remote_access import VariableAccess
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 logger = logging.getLogger("torchstrat.parameter_server")

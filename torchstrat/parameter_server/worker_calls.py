@@ -25,9 +25,8 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerLeaves,
     WorkerLost,
 )
+from torchstrat.parameter_server.serialization.functions import Packed, unpack_exception
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.travel.closures import Packed
-from torchstrat.parameter_server.travel.exceptions import unpack_exception
 
 _UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
 

@@ -26,11 +26,11 @@ from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.extended.destinations import join_places
-from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
+from torchstrat.parameter_server.membership.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
-from torchstrat.parameter_server.variables.elementwise import Kinds
-from torchstrat.parameter_server.variables.remote_storage import RemoteStorage, recipe_of_variable
+from torchstrat.parameter_server.variables.optimizer_state import Kinds
+from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process.engine import InProcessReplicas
@@ -42,8 +42,8 @@ from torchstrat.variable.variable import Variable
 if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
     from torchstrat.parameter_server.job import Job
-    from torchstrat.parameter_server.membership import Membership
-    from torchstrat.parameter_server.variables.server_group import ServerGroup
+    from torchstrat.parameter_server.membership.membership import Membership
+    from torchstrat.parameter_server.variables.remote_access import ServerGroup
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
@@ -196,8 +196,8 @@ class ParameterServerStrategy(Strategy):
 
     def _make_job(self) -> Job:
         from torchstrat.parameter_server.job import Job
-        from torchstrat.parameter_server.meeting.secret import load_secret
-        from torchstrat.parameter_server.membership import ClusterMembership
+        from torchstrat.parameter_server.membership.membership import ClusterMembership
+        from torchstrat.parameter_server.transport.auth import load_secret
 
         seconds = self._timeout.total_seconds()
         membership = self._membership or ClusterMembership(self._spec, load_secret(), timeout_seconds=seconds)
@@ -271,7 +271,7 @@ class ParameterServerStrategy(Strategy):
         try:
             ClusterCoordinator(self)
             if not self._scopes:
-                from torchstrat.parameter_server.variables.initial_values import RecordInitialisers
+                from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers
 
                 stack.enter_context(optimizers_without_compiler())
                 stack.enter_context(RecordInitialisers())  # type: ignore[no-untyped-call]
@@ -311,7 +311,7 @@ class ParameterServerStrategy(Strategy):
         self._hook_state_dicts()
 
     def _hook_state_dicts(self) -> None:
-        from torchstrat.parameter_server.variables.state_dicts import hook_module, hook_optimizer
+        from torchstrat.parameter_server.variables.remote_variable import hook_module, hook_optimizer
 
         registry = self._engine.registry
         if registry.counts == self._hooked_counts:
@@ -345,7 +345,7 @@ class ParameterServerStrategy(Strategy):
             self._coordinator._on_server_loss.attempt(call, lambda: None)
 
     def _grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> None:
-        from torchstrat.parameter_server.variables.growing import grow
+        from torchstrat.parameter_server.variables.coordinator_state import grow
 
         self._asking_servers(lambda: grow(self._job, self._engine.registry, weight, rows, init))
 
@@ -375,7 +375,7 @@ class ParameterServerStrategy(Strategy):
         self._require_coordinator("Variable")
         if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
             return None
-        from torchstrat.parameter_server.variables.sharded_creation import create_variable
+        from torchstrat.parameter_server.variables.sharded_variable import create_variable
 
         def make(value: torch.Tensor, part_name: str | None) -> Variable:
             self._keeps_whole = True

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from torchstrat.parameter_server.travel.classes_here import ClassesHere
+from torchstrat.parameter_server.serialization.plain import ClassesHere
 
 
 def pack(value: Any) -> bytes:

@@ -25,7 +25,7 @@ from torchstrat.cluster_resolver import SimpleClusterResolver
 from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import CommunicationTimeoutError
 from torchstrat.parameter_server.endpoint import Endpoint
-from torchstrat.parameter_server.membership import OnJoined, OnLost
+from torchstrat.parameter_server.membership.membership import OnJoined, OnLost
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Peer, Task

@@ -40,9 +40,8 @@ from torchstrat.errors import (
 )
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.wire.answers import Answerer, Incoming, pack_request, result_of
-from torchstrat.parameter_server.wire.payloads import Packed, unpack
-from torchstrat.parameter_server.wire.waiting import Waiting
+from torchstrat.parameter_server.transport.envelopes import Packed, unpack
+from torchstrat.parameter_server.transport.requests import Answerer, Incoming, Waiting, pack_request, result_of
 
 __all__ = ["FakeEndpoint", "FakeNetwork", "Handler", "Hold", "Message", "Peer", "Task"]
 

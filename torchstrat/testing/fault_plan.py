@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.meeting.task_server import PLAN_VARIABLE
+from torchstrat.parameter_server.membership.task_server import PLAN_VARIABLE
 from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.worker import phases
 

@@ -11,7 +11,7 @@ from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.leases.epoch import Epoch, Positions
 from torchstrat.parameter_server.leases.order import RowNumbers
 from torchstrat.parameter_server.leases.reader import read_batch
-from torchstrat.parameter_server.travel.sendable import Refused
+from torchstrat.parameter_server.serialization.path_errors import Refused
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.leases.dataset import LeasedDataset

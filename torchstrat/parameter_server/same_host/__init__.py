@@ -3,14 +3,10 @@
 From the inside out::
 
     pool.py         tensors whose memory other processes can be shown, and which comes back when they die
-    mapped.py       the memory of a caller, as the process that it calls sees it
-    message.py      one message: what is said, and where its tensors lie
     channel.py      a socket that carries messages, and the descriptors of memory that is new to the other side
     caller.py       the end that calls, and owns all memory
     callee.py       the end that answers
-    process.py      whether a process has ended
-    greeting.py     both ends prove that they know the cluster's secret, and that they see the same memory
-    neighbours.py   the ways to all processes of this host: what the transport uses
+    peers.py        the ways to all processes of this host, which begin with a greeting: what the transport uses
 
 **Who owns what.** Everything is the caller's: tensors of a request, and the places where those of its answer are put.
 So a process that is killed takes its memory with it, whatever the others were doing to it, and nothing has a name that

@@ -9,26 +9,28 @@ from typing import TypeAlias
 
 import torch
 
-from torchstrat.parameter_server.same_host.channel import Channel, TooLongError
-from torchstrat.parameter_server.same_host.mapped import MappedMemory
-from torchstrat.parameter_server.same_host.message import (
+from torchstrat.parameter_server.same_host.channel import (
     ASKED,
     DTYPES,
     INLINE,
     Answer,
+    Channel,
     Dropped,
     NeedsRoom,
     Part,
     Request,
     Room,
+    TooLongError,
     Written,
+    bytes_for,
     from_inline,
+    put,
+    split_inline,
 )
-from torchstrat.parameter_server.same_host.placing import bytes_for, put, split_inline
-from torchstrat.parameter_server.same_host.pool import Place
+from torchstrat.parameter_server.same_host.pool import MappedMemory, Place
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.wire.answers import Incoming
-from torchstrat.parameter_server.wire.payloads import Packed
+from torchstrat.parameter_server.transport.envelopes import Packed
+from torchstrat.parameter_server.transport.requests import Incoming
 
 _LONG_BYTES = 32 << 10
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,26 +16,52 @@ import torch
 
 from torchstrat.collectives.shared_memory.segment import NoRoomError
 from torchstrat.errors import CommunicationError, PeerTimeoutError, PeerUnavailableError
-from torchstrat.parameter_server.same_host.channel import Channel, TooLongError
-from torchstrat.parameter_server.same_host.message import (
+from torchstrat.parameter_server.same_host.channel import (
     ASKED,
     DTYPE_NUMBERS,
     DTYPES,
     INLINE,
     Answer,
+    Channel,
     Dropped,
     NeedsRoom,
     Part,
     Request,
     Room,
+    TooLongError,
     Written,
+    bytes_for,
     from_inline,
+    put,
+    split_inline,
 )
-from torchstrat.parameter_server.same_host.placing import bytes_for, put, split_inline
 from torchstrat.parameter_server.same_host.pool import Place, SharedPool
-from torchstrat.parameter_server.same_host.process import Process
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.wire.payloads import Packed
+from torchstrat.parameter_server.transport.envelopes import Packed
+
+
+class Process:
+    """The process that had this number when this was made. Where the system does not tell, it never ends."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except OSError:  # a sandbox that forbids it, or a process of another namespace
+            self._descriptor = -1
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended by then, so that it writes to no memory any more."""
+        if self._descriptor < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(seconds * 1e3))
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
 
 Arrived = Callable[[Callable[[], Packed]], None]
 """Called once, with a function that returns the answer or raises why there is none."""

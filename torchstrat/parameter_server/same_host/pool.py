@@ -1,9 +1,10 @@
-"""Tensors in memory that other processes of this host can be shown."""
+"""Tensors in memory that other processes of this host can be shown, and that memory as they see it."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from torchstrat.collectives.shared_memory.segment import Segment
+from torchstrat.errors import CommunicationError
 
 _ALIGNED = 64  # bytes: a cache line, and what vector instructions like
 _SLAB_BYTES = 4 << 20
@@ -167,3 +169,32 @@ def _capacity_for(size: int) -> int:
     if size >= _LARGE_BYTES // 2:
         step = max(step, 4096)
     return -(-size // step) * step
+
+
+class MappedMemory:
+    """Segments of another process, by its numbers for them. For one thread."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+
+    def add(self, number: int, descriptor: int) -> None:
+        """Map a segment, whose descriptor is then closed."""
+        segment = Segment(descriptor, os.fstat(descriptor).st_size)
+        segment.close()  # the descriptor: the memory stays as long as it is mapped
+        self._segments[number] = segment
+
+    def tensor(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What lies there, as long as the caller leaves it there. It keeps the segment mapped."""
+        size = math.prod(shape) * dtype.itemsize
+        segment = self._segments.get(place.segment)
+        if segment is None or not 0 <= place.offset <= segment.size - size:
+            raise CommunicationError(f"a message refers to {size} bytes at {place}, which its sender does not share.")
+        array = np.ndarray((size,), np.uint8, buffer=segment.mapping, offset=place.offset)
+        return torch.from_numpy(array).view(dtype).view(shape)
+
+    def remove(self, number: int) -> None:
+        """Its owner uses it no more. It stays mapped as long as a tensor is in it."""
+        self._segments.pop(number, None)
+
+    def clear(self) -> None:
+        self._segments.clear()

@@ -12,7 +12,7 @@ import torch
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import EditOp, ShardEdit, ShardKey
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
-from torchstrat.parameter_server.variables import shard_edits
+from torchstrat.parameter_server.variables import edits
 from torchstrat.tensor_bytes import is_same
 
 _OPS = get_args(EditOp)
@@ -64,7 +64,7 @@ def apply_edit(edit: ShardEdit, shards: HeldShards) -> bool:
     if op == "move":
         op, value = ("assign", value) if is_untouched or edit.base is None else ("add", value - edit.base)
         is_untouched = True
-    shard_edits.apply_edit(shard, op, value, edit.rows)
+    edits.apply_edit(shard, op, value, edit.rows)
     return is_untouched
 
 

@@ -14,7 +14,7 @@ import torch
 
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.server.held import HeldShards
-from torchstrat.parameter_server.variables.put_rows import put_rows
+from torchstrat.parameter_server.variables.edits import put_rows
 
 Options: TypeAlias = Mapping[str, Any]
 FastStep: TypeAlias = Callable[[HeldShards, ShardKey, int, torch.Tensor | None, torch.Tensor, Options], bool]

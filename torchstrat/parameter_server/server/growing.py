@@ -13,7 +13,7 @@ from torchstrat.parameter_server.messages import NewRows, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.held import HeldShards, HeldVariable
 from torchstrat.parameter_server.server.steps import HeldOptimizer
-from torchstrat.parameter_server.variables.initial_values import replay
+from torchstrat.parameter_server.variables.deferred_init import replay
 
 
 def add_rows(

@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import step_without_compiler
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
+from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpickling
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
-from torchstrat.parameter_server.travel.classes_here import ClassesHere
-from torchstrat.parameter_server.travel.plain import are_equal
-from torchstrat.parameter_server.variables.plain_attributes import fixed_attributes
+from torchstrat.parameter_server.variables.module_structure import fixed_attributes
 
 StepsHaveSet = tuple[list[dict[str, Any]], dict[str, Any]]
 """By group, entries of ``param_groups``; plain attributes."""

@@ -21,7 +21,7 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.messages import StateOfShard
 from torchstrat.parameter_server.server.packing import Options
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows
-from torchstrat.parameter_server.variables.put_rows import put_rows
+from torchstrat.parameter_server.variables.edits import put_rows
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, Ste
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpack_kind
 from torchstrat.parameter_server.server.row_optimizer import RowState, gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows
-from torchstrat.parameter_server.variables.put_rows import put_rows
+from torchstrat.parameter_server.variables.edits import put_rows
 
 
 class HeldOptimizer:

@@ -43,7 +43,7 @@ from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, ch
 from torchstrat.parameter_server.server.live_optimizer import StepsHaveSet
 from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
-from torchstrat.parameter_server.variables.initial_values import repeat, replay
+from torchstrat.parameter_server.variables.deferred_init import repeat, replay
 from torchstrat.parameter_server.worker import phases
 
 if TYPE_CHECKING:

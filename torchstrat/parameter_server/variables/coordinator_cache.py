@@ -14,7 +14,6 @@ an ordinary tensor, and what was written goes to the servers with the next call 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import warnings
@@ -29,20 +28,25 @@ from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.cache_interfaces import Functions, Moment, NoFunctions, Servers
-from torchstrat.parameter_server.variables.cached_tensors import (
+from torchstrat.parameter_server.variables.cached_parameter import (
     Alias,
+    Functions,
+    Moment,
+    NoFunctions,
+    Servers,
     TensorCall,
     alias_of,
     aliases_in,
-    bring_alone,
+    ask_before_transforms,
     can_ask,
+    give_memory,
+    given_rows,
+    grow_gradient,
     let_alone,
     let_ask,
+    read_rows,
 )
-from torchstrat.parameter_server.variables.grown_memory import give_memory, grow_gradient
-from torchstrat.parameter_server.variables.initial_values import carry_initialisers, repeated_on_servers
-from torchstrat.parameter_server.variables.rows_of_calls import given_rows, read_rows
+from torchstrat.parameter_server.variables.deferred_init import carry_initialisers, repeated_on_servers
 from torchstrat.tensor_bytes import is_same
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
@@ -85,7 +89,7 @@ class CoordinatorCache:
 
     def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
         if self.is_on:
-            _ask_before_transforms()
+            ask_before_transforms()
         return CachedVariable(self, spec, tensor, asks=self.is_on and can_ask(tensor))
 
     def tensor(self, number: int) -> torch.Tensor | None:
@@ -589,9 +593,3 @@ class CachedVariable:
         with DisableTorchFunctionSubclass():
             for one in aliases_in(result, tensor):
                 let_ask(one, self, self.readings)
-
-
-@functools.cache
-def _ask_before_transforms() -> None:
-    """Those of torch.func take hold of tensors without asking their class."""
-    _torch_private.before_transforms_take(bring_alone)

@@ -43,7 +43,7 @@ from torchstrat.parameter_server.variables.checkpoint_orders import (
     WriteReport,
 )
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
-from torchstrat.parameter_server.variables.remote_storage import RemoteStorage
+from torchstrat.parameter_server.variables.remote_variable import RemoteStorage
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:

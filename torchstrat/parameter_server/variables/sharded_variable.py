@@ -1,27 +1,79 @@
-"""`ShardedVariable`: several variables that are the rows of one."""
+"""`ShardedVariable`: several variables that are the rows of one.
+
+It takes part in computations as the tensor that it can be converted to, and is otherwise no tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
+from torchstrat import nest
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.messages import EditOp
-from torchstrat.parameter_server.variables.shard_handles import ShardHandle, handle_of, spans_of
-from torchstrat.parameter_server.variables.sharded_slicing import (
+from torchstrat.parameter_server.variables.placement import Partitioner
+from torchstrat.parameter_server.variables.sharded_indexing import (
     RowSpan,
+    ShardHandle,
     ShardIndexError,
     check_ids,
+    handle_of,
     parse_key,
+    spans_of,
     split_ids,
     split_range,
 )
-from torchstrat.parameter_server.variables.whole_tensor import WholeTensor
-from torchstrat.partitioners import row_offsets
-from torchstrat.variable.storage import to_tensor
+from torchstrat.partitioners import row_offsets, shards_of
+from torchstrat.variable.creation import initial_tensor
+from torchstrat.variable.storage import parse_shape, to_tensor
+from torchstrat.variable.tensor_operators import TensorOperators, open_tensor
+from torchstrat.variable.variable import Variable
+
+
+class WholeTensor(TensorOperators):
+    """Operators, torch functions and ``torch.as_tensor`` convert it; each result is a tensor of its own.
+
+    There are no in-place operators, so that ``v += x`` makes ``v`` another name for the sum.
+    """
+
+    # NumPy would otherwise spread an operator over the elements of an array on its left.
+    __array_ufunc__ = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if (args and isinstance(args[0], WholeTensor) and _edits(name)) or isinstance(kwargs.get("out"), WholeTensor):
+            raise UnsupportedError(
+                f"{name} would edit a copy of the {cls.__name__}; use its assign, assign_add, assign_sub or scatter_* "
+                "methods, or edit each of its .variables."
+            )
+        if func is torch.autograd.grad and any(map(_is_whole, nest.leaves([args[1:2], kwargs.get("inputs")]))):
+            raise UnsupportedError(
+                f"a {cls.__name__} is not differentiated as a whole; pass its .variables to torch.autograd.grad."
+            )
+        return func(*nest.map_structure(open_tensor, list(args)), **nest.map_structure(open_tensor, kwargs))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Called by ``torch.as_tensor``, which then has the values outside of the autograd graph."""
+        return self._lend().detach().__dlpack__(**options)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, WholeTensor)
+
+
+def _edits(name: str) -> bool:
+    """Whether a function of this name writes to its first argument, by torch's naming rule."""
+    return name.endswith("_") and not name.startswith("__")
+
 
 _INSTEAD = {
     "device": "its shards may be on several; ask each of .variables",
@@ -49,7 +101,7 @@ class ShardedVariable(WholeTensor, torch.nn.Module):
     Args:
         variables: a list, one entry per shard, of equal dtype and equal sizes in all dimensions but the first: a
             `torch.nn.Parameter`; a `torch.nn.Buffer`; a `Variable`; or an object with the members of
-            `torchstrat.parameter_server.variables.shard_handles.ShardHandle`, wherever it keeps the shard.
+            `torchstrat.parameter_server.variables.sharded_indexing.ShardHandle`, wherever it keeps the shard.
         name: for messages.
 
     Raises:
@@ -305,3 +357,84 @@ def _check_is_variable(shard: Any) -> None:
             f"a shard must be a variable; got a plain tensor of shape {tuple(shard.shape)}. Wrap it in "
             "torch.nn.Parameter, or in torch.nn.Buffer if it is not trained."
         )
+
+
+class ShardInfo(NamedTuple):
+    """What one call of an initial value's function is to make: ``shape`` at ``offset`` of the whole, per dimension."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def create_variable(
+    partitioner: Partitioner,
+    initial_value: Any,
+    name: str | None,
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    make: Callable[[torch.Tensor, str | None], Variable],
+) -> Variable | ShardedVariable:
+    """A `Variable`, or a `ShardedVariable` whose shards are ``NAME/part_0``, ``NAME/part_1``, …
+
+    An initial value is cut. A function is called once, or, where ``shape`` and ``dtype`` are given, once per shard:
+    with ``partition_shape`` and ``partition_offset``, or a `ShardInfo` as ``shard_info``, if it takes these, so that no
+    process needs the whole value.
+
+    Args:
+        make: creates one variable that is not split.
+    """
+    label = name or "Variable"
+    whole: torch.Tensor | None = None
+    if callable(initial_value) and shape is not None and None not in shape and dtype is not None:
+        whole_shape, whole_dtype = tuple(int(size) for size in shape), dtype
+    else:
+        whole = initial_tensor(initial_value, dtype, label)
+        parse_shape(shape, whole)
+        whole_shape, whole_dtype = tuple(whole.shape), whole.dtype
+    count = shards_of(partitioner, whole_shape, whole_dtype) if whole_shape else 1
+    if count == 1:
+        if whole is None:
+            whole = initial_tensor(initial_value, dtype, label)
+            parse_shape(whole_shape, whole)
+        return make(whole, name)
+    parts = []
+    for number, (start, stop) in enumerate(row_offsets(whole_shape[0], count)):
+        value = _of_shard(initial_value, whole_shape, dtype, start, stop, label) if whole is None else whole[start:stop]
+        parts.append(make(value, None if name is None else f"{name}/part_{number}"))
+    return ShardedVariable(parts)
+
+
+def _of_shard(
+    initial_value: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    start: int,
+    stop: int,
+    label: str,
+) -> torch.Tensor:
+    """A function's value for rows ``start`` to ``stop``, cut where the function gives the whole value."""
+    info = ShardInfo((stop - start, *shape[1:]), (start, *[0] * (len(shape) - 1)))
+    part = {"partition_shape": info.shape, "partition_offset": info.offset}
+    value = None
+    parameters = _parameters_of(initial_value)
+    if "shard_info" in parameters:
+        value = initial_tensor(lambda: initial_value(shard_info=info), dtype, label)
+    elif parameters.keys() >= part.keys():
+        value = initial_tensor(lambda: initial_value(**part), dtype, label)
+    elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        # A function that hands its keywords on to one that does not take these says so by an error.
+        with contextlib.suppress(TypeError, ValueError):
+            value = initial_tensor(lambda: initial_value(**part), dtype, label)
+    if value is None:
+        value = initial_tensor(initial_value, dtype, label)
+    elif value.shape == info.shape:
+        return value
+    parse_shape(shape, value)
+    return value[start:stop]
+
+
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}

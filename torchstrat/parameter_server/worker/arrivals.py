@@ -24,7 +24,7 @@ from torch import nn
 from torchstrat import _torch_private
 from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.messages import ShardKey
-from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
+from torchstrat.parameter_server.variables.remote_access import ValuesToCome
 from torchstrat.parameter_server.worker.pending import wait_for
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 

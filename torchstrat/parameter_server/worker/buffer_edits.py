@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.variable_access import VariableEdit
+from torchstrat.parameter_server.variables.remote_access import VariableEdit
 from torchstrat.reduction import VariableAggregation
 
 

@@ -17,9 +17,8 @@ from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.grown_memory import grow_gradient
-from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
-from torchstrat.parameter_server.variables.variable_access import VariableAccess, VariableEdit
+from torchstrat.parameter_server.variables.cached_parameter import grow_gradient
+from torchstrat.parameter_server.variables.remote_access import ValuesToCome, VariableAccess, VariableEdit
 from torchstrat.parameter_server.worker.arrivals import Arrivals, hears_of_compilations, worth_waiting_for
 from torchstrat.parameter_server.worker.buffer_edits import BufferEdits
 from torchstrat.parameter_server.worker.pending import Bringer, refuse_in_a_fork, resume, suspend

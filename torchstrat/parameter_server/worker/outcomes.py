@@ -12,7 +12,7 @@ from torchstrat.errors import NotSendableError
 from torchstrat.parameter_server.dispatch import Raised, Report
 from torchstrat.parameter_server.endpoint import Endpoint
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.wire.payloads import pack
+from torchstrat.parameter_server.transport.envelopes import pack
 
 _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""

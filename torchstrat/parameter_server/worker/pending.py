@@ -18,7 +18,7 @@ import torch
 from torchstrat import _torch_private
 from torchstrat.errors import ContextError
 from torchstrat.operands import tensors_in
-from torchstrat.parameter_server.needs_no_values import NEEDS_NO_VALUES
+from torchstrat.parameter_server.variables.cached_parameter import NEEDS_NO_VALUES
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 _ATTRIBUTE = "_torchstrat_pending"

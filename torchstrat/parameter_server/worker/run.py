@@ -17,7 +17,7 @@ from torchstrat.errors import ContextError, OutOfRangeError
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.applied_parts import EarlierRuns
 from torchstrat.parameter_server.messages import SetAttributes
-from torchstrat.parameter_server.variables.server_group import ServerGroup
+from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.made_parameters import MadeParameters

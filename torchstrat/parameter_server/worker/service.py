@@ -37,12 +37,10 @@ from torchstrat.parameter_server.dispatch import (
 )
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
 from torchstrat.parameter_server.per_worker import numbers_of
+from torchstrat.parameter_server.serialization.functions import Packed, pack_exception, pack_result, unpack
+from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack
-from torchstrat.parameter_server.travel.exceptions import pack_exception
-from torchstrat.parameter_server.travel.world import World
-from torchstrat.parameter_server.variables.server_group import ServerGroup
-from torchstrat.parameter_server.variables.variable_access import VariableAccess
+from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
 from torchstrat.parameter_server.worker import phases
 from torchstrat.parameter_server.worker.batch_queue import BatchQueue
 from torchstrat.parameter_server.worker.coordinator_here import CoordinatorHere

@@ -16,11 +16,10 @@ from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, Modes, Options
 from torchstrat.parameter_server.messages import SetAttributes
-from torchstrat.parameter_server.travel.closures import unpack
-from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
-from torchstrat.parameter_server.travel.world import World
-from torchstrat.parameter_server.variables.module_structure import MEMBERS, Members
-from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES, fixed_attributes
+from torchstrat.parameter_server.serialization.functions import unpack
+from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
+from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.thread_state import leave_plain
 

@@ -34,7 +34,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
-from torchstrat.parameter_server.variables.variable_access import VariableAccess, edits_by_server
+from torchstrat.parameter_server.variables.remote_access import VariableAccess, edits_by_server
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.made_parameters import notice_parameters

@@ -12,8 +12,8 @@ import torch
 
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.variables.put_rows import put_rows
-from torchstrat.parameter_server.variables.variable_access import RowsToCome, VariableAccess
+from torchstrat.parameter_server.variables.edits import put_rows
+from torchstrat.parameter_server.variables.remote_access import RowsToCome, VariableAccess
 from torchstrat.parameter_server.worker.unique_ids import UniqueIds
 
 LIMIT_BYTES = 256 << 20

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.variable_access import VariableAccess
+from torchstrat.parameter_server.variables.remote_access import VariableAccess
 from torchstrat.parameter_server.worker.pending import refuse_in_a_fork
 from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 

@@ -1,0 +1,382 @@
+"""How functions, their arguments and their results travel between the coordinator and its workers.
+
+A function travels with its closure, its globals, its defaults. What of these is captured (`Catalog`) goes as a
+reference, and the worker's function finds the worker's own objects in its place; everything else goes as a copy.
+**Python state is therefore a copy per worker**: a counter that a function keeps in its closure or in a global counts
+that worker's calls, and the coordinator's stays as it is. Return what the coordinator should see, or keep it in a
+`torchstrat.Variable`. The same function sent again unchanged (equal `Packed.digest`) is meant to be sent once per
+worker, so such state lives on between calls; a function whose closure has changed is another function.
+
+Tensors among the arguments and in closures are copied when packed, so changing them afterwards does no harm. The same
+tensor twice is the same tensor there, while views of one storage no longer share it.
+
+An exception that a function raised comes back as itself: its class, its arguments, its attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import pickle
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.errors import FunctionError, NotSendableError
+from torchstrat.parameter_server.dispatch import Raised
+from torchstrat.parameter_server.serialization import plain
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, Token, culprit_of
+from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.pack_cache import Remembered
+from torchstrat.parameter_server.serialization.path_errors import (
+    Refused,
+    name_of,
+    not_sendable,
+    path_to,
+    paths,
+    refusal,
+)
+from torchstrat.parameter_server.serialization.plain import ATOMS, is_dense, is_plain, snapshot
+from torchstrat.tensor_bytes import bytes_of
+from torchstrat.tracebacks import shorten
+from torchstrat.variable.tensor_like import TensorLike
+
+LARGE_BYTES = 64 * 2**20
+"""More data than this in a closure is worth a warning: it travels to every worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Something on its way: ``blob``, a pickle, and ``tensors`` beside it, contiguous and on the CPU.
+
+    The last ``buffers`` of the tensors are bytes of arrays. ``tokens``: the captured objects that it refers to;
+    ``alive`` holds these, so that they exist as long as it may still be sent, and does not travel itself.
+    """
+
+    blob: bytes = field(repr=False)
+    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    buffers: int = 0
+    tokens: frozenset[Token] = frozenset()
+    what: str = "the function"
+    alive: tuple[Any, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal contents only, tensors included: a name for what a worker already has.
+
+        Reads all the tensors, about 1 ms per MiB; without tensors some microseconds.
+        """
+        digest = hashlib.blake2b(self.blob, digest_size=16)
+        for tensor in self.tensors:
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(bytes_of(tensor.contiguous()).numpy().data)
+        return digest.digest()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.blob) + sum(tensor.nbytes for tensor in self.tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "alive": ()}
+
+
+def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered | None = None) -> Packed:
+    """Make a function (``what="fn"``) or its arguments (``what="args"``, say) ready for a worker. On the coordinator.
+
+    ``what`` begins the paths in error messages; a function is called by its own name there. Call
+    `Catalog.increments` afterwards, for what the references stand for. ``remembered`` keeps it, if it can.
+
+    Raises:
+        NotSendableError: a part cannot travel; the message names it and how it is reached.
+    """
+    from torchstrat.parameter_server.serialization.pickler import (
+        ObjectPickler,  # cloudpickle is loaded when it is needed
+    )
+
+    catalog.begin()
+    references = Outgoing(catalog, value)
+    pickler = ObjectPickler(references)
+    name = name_of(value, what)
+    try:
+        blob = pickler.pickle(value)
+    except Exception as error:
+        culprit, reason = culprit_of(error, pickler.last)
+        where = path_to(value, name, lambda found: found is culprit, references.enters)
+        raise not_sendable(where or f"{name} → something in it", culprit, reason, "a worker") from error
+    packed = Packed(
+        blob,
+        pickler.tensors,
+        pickler.buffers,
+        frozenset(references.tokens),
+        name,
+        tuple(references.tokens.values()),
+    )
+    if what == "fn" and packed.nbytes > LARGE_BYTES:
+        _warn_of_size(value, name, packed, catalog, references)
+    if remembered is not None:
+        remembered.keep(value, packed, references)
+    return packed
+
+
+def simple_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None, catalog: Catalog) -> Packed | None:
+    """What `pack` makes of a function's arguments where they are plain values, tensors and captured objects; None for
+    others.
+    For a catalog that has seen what the registry knows (`Catalog.is_up_to_date`)."""
+    if not args and not kwargs:
+        return _NO_ARGUMENTS
+    value = tuple(args), dict(kwargs or {})
+    if is_plain(value):
+        return Packed(plain.dumps(value), what="args")
+    buffer = io.BytesIO()
+    pickler = _ReferencesPickler(buffer, catalog)
+    try:
+        pickler.dump(value)
+    except _NeedsMoreError:
+        return None
+    tokens = pickler.tokens
+    return Packed(
+        buffer.getvalue(),
+        tuple(pickler.tensors),
+        tokens=frozenset(tokens),
+        what="args",
+        alive=tuple(tokens.values()),
+    )
+
+
+class _NeedsMoreError(Exception):
+    """Something is neither plain, nor captured, nor a tensor."""
+
+
+class _ReferencesPickler(pickle.Pickler):
+    """Of plain values, tensors and captured objects, in the form of `ObjectPickler`, which takes ten times as long."""
+
+    def __init__(self, buffer: io.BytesIO, catalog: Catalog) -> None:
+        super().__init__(buffer, protocol=5)
+        self._token_of = catalog.refer_to
+        self._indices: dict[int, int] = {}
+        self.tokens: dict[Token, Any] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if type(value) in _SIMPLE:
+            return None
+        token = None if isinstance(value, type | types.FunctionType) else self._token_of(value)
+        if token is not None:
+            self.tokens[token] = value
+            return "ref", token
+        if type(value) is not torch.Tensor or value.requires_grad or not is_dense(value):
+            raise _NeedsMoreError
+        known = self._indices.get(id(value))
+        if known is None:  # `dump` holds what it has met, so no other tensor gets this id
+            known = self._indices[id(value)] = len(self.tensors)
+            self.tensors.append(snapshot(value))
+        return "data", known, value.device.type != "cpu"
+
+
+_SIMPLE = ATOMS | {tuple, list, dict}
+
+
+def unpack(packed: Packed, world: World) -> Any:
+    """The function or the arguments, on a worker, over that worker's copies of the captured objects.
+
+    Raises:
+        FunctionError: it refers to what this worker lacks: an increment not loaded, a module not installed.
+    """
+    if not packed.tokens and not packed.tensors:
+        return world.unpickle_plain(packed.blob, packed.what)
+    return world.unpickle(packed.blob, packed.tensors, packed.buffers, packed.what)
+
+
+def pack_result(value: Any, world: World, what: str = "result") -> Packed:
+    """Make what a function returned ready for the coordinator. On the worker.
+
+    All tensors, captured parameters among them, go as plain copies of their values on the CPU, without history; so does
+    a `torchstrat.Variable`.
+
+    Raises:
+        NotSendableError: a part cannot travel, such as a captured module; the message names the path to it.
+    """
+    if value is None:
+        return _NONE
+    if is_plain(value):
+        return Packed(plain.dumps(value), what=what)
+    from torchstrat.parameter_server.serialization.pickler import (
+        ObjectPickler,  # cloudpickle is loaded when it is needed
+    )
+
+    pickler = ObjectPickler(_Returning(world))
+    try:
+        blob = pickler.pickle(value)
+    except Exception as error:
+        culprit, reason = culprit_of(error, pickler.last)
+        where = path_to(value, what, lambda found: found is culprit)
+        raise not_sendable(where or f"{what}: something in it", culprit, reason, "the coordinator") from error
+    return Packed(blob, pickler.tensors, pickler.buffers, what=what)
+
+
+def unpack_result(packed: Packed) -> Any:
+    """What a function returned, on the coordinator."""
+    if not packed.tensors and plain.holds_no_class_of_a_program(packed.blob):
+        return pickle.loads(packed.blob)
+    from torchstrat.parameter_server.serialization.pickler import ResultUnpickler
+
+    return ResultUnpickler(packed.blob, packed.tensors, packed.buffers, _unknown, torch.device("cpu")).load()
+
+
+_NO_ARGUMENTS = Packed(plain.dumps(((), {})), what="args")
+_NONE = Packed(plain.dumps(None), what="result")
+"""What most functions return that are scheduled for what they do."""
+
+
+def _unknown(reference: Any) -> Any:
+    raise pickle.UnpicklingError(f"a result holds a reference, {reference!r}, and results hold none.")
+
+
+class _Returning:
+    """What goes as a reference in a result: nothing. Tensors are made plain."""
+
+    makes_plain = True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, torch.Tensor | TensorLike):
+            return None
+        token = self._world.token_of(value)
+        if token is None:
+            reason = refusal(value)
+        elif isinstance(value, nn.Module):
+            reason = "it is captured, and the coordinator has its own. Return its state_dict(), or numbers made of it."
+        elif isinstance(value, Optimizer):
+            reason = "it is captured, and the coordinator has its own. Return what is wanted of it, such as its rate."
+        else:
+            reason = "it belongs to this worker. Return values, not what they come from."
+        if reason is not None:
+            raise Refused(value, reason)
+        return None
+
+    def by_value(self, value: Any) -> bool:
+        return False
+
+    def names_used(self) -> frozenset[str]:
+        return frozenset()
+
+
+def _warn_of_size(value: Any, name: str, packed: Packed, catalog: Catalog, references: Outgoing) -> None:
+    code = getattr(value, "__code__", None)
+    key = code if isinstance(code, types.CodeType) else name
+    if key in catalog.warned:
+        return
+    catalog.warned.add(key)
+    path, size = max(_data_in(value, name, references), key=lambda found: found[1], default=(name, packed.nbytes))
+    warnings.warn(
+        f"{name} takes {packed.nbytes / 2**20:.0f} MiB of data along to every worker, most of it as {path} "
+        f"({size / 2**20:.0f} MiB). Let each worker read its own data with coordinator.create_per_worker_dataset, or "
+        "create what is part of the model inside `with strategy.scope():`.",
+        stacklevel=3,
+    )
+
+
+def _data_in(value: Any, name: str, references: Outgoing) -> Iterator[tuple[str, int]]:
+    """Tensors, arrays and frozen modules that are sent by value: the path to each, and its bytes."""
+
+    def enters(part: Any) -> bool:
+        return not isinstance(part, nn.Module) and references.enters(part)
+
+    for path, part in paths(value, name, enters):
+        if not references.enters(part):
+            continue
+        if isinstance(part, nn.Module):
+            yield path, sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()))
+        elif isinstance(part, bytes | bytearray):
+            yield path, len(part)
+        elif isinstance(part, torch.Tensor | np.ndarray):
+            yield path, part.nbytes
+
+
+def pack_exception(error: BaseException, world: World) -> Raised:
+    """On the worker, with its traceback as a note.
+
+    What cannot travel arrives as the error's text in a `FunctionError`, and so does what would end the coordinator:
+    ``sys.exit()`` in a function.
+    """
+    shorten(error)
+    note = f"on the worker:\n{''.join(traceback.format_exception(error))}"
+    as_text = _noted(FunctionError(f"{type(error).__name__}: {error}"), note)
+    if not isinstance(error, Exception):
+        return Raised(as_text)
+    with contextlib.suppress(Exception):
+        copy = pickle.loads(pickle.dumps(error))
+        if _is_alike(copy, error):
+            return Raised(_noted(copy, note))
+    what = f"the {type(error).__name__} raised"
+    with contextlib.suppress(Exception):
+        kind, args, state = _in_parts(error)
+        with contextlib.suppress(NotSendableError):
+            return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
+        state, left = _sendable(state, world)
+        note += f"attributes that could not travel: {', '.join(left)}"
+        return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
+    return Raised(as_text)
+
+
+def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_result) -> BaseException:
+    """On the coordinator."""
+    if isinstance(raised.packed, Packed):
+        with contextlib.suppress(Exception):
+            kind, args, state, note = unpack(raised.packed)
+            return _noted(_from_parts(kind, args, state), note)
+    return raised.error
+
+
+def _in_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], Any]:
+    """What a class of the user's own, with arguments of its own, can be made of again without calling it. How the class
+    itself says that it is pickled counts where pickle does it."""
+    kind = type(error)
+    is_own = any(isinstance(way, types.FunctionType) for way in (kind.__reduce__, kind.__reduce_ex__))
+    reduced: Any = _builtin_of(kind).__reduce__(error) if is_own else error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return kind, reduced[1], reduced[2] if len(reduced) > 2 else None
+
+
+def _sendable(state: Any, world: World) -> tuple[Any, list[str]]:
+    """The attributes that can travel, and the names of the others."""
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        with contextlib.suppress(NotSendableError):
+            pack_result(value, world)
+            kept[name] = value
+    return kept, sorted(state.keys() - kept.keys())
+
+
+def _from_parts(kind: type[BaseException], args: tuple[Any, ...], state: Any) -> BaseException:
+    error = kind.__new__(kind, *args)
+    _builtin_of(kind).__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
+    if state is not None:
+        error.__setstate__(state)
+    return error
+
+
+def _builtin_of(kind: type[BaseException]) -> Any:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _is_alike(copy: BaseException, error: BaseException) -> bool:
+    """A class whose arguments are not those of `Exception` is often made again with other ones, silently."""
+    return type(copy) is type(error) and str(copy) == str(error) and len(copy.args) == len(error.args)
+
+
+def _noted(error: BaseException, note: str) -> BaseException:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    return error

@@ -1,0 +1,498 @@
+"""Tensors of the coordinator's program that stand for variables on servers: each asks before it is read or written.
+
+A parameter or buffer that has been placed keeps its object and its memory, and gets a class of its own, which PyTorch
+asks before it does anything with the tensor (``__torch_function__``), on any thread. What shows the same memory (views,
+``detach()``, ``.data``, the values of ``state_dict()``) asks in the same way. Whether the memory is current, and what a
+write means, is the cache's to say: `torchstrat.parameter_server.variables.coordinator_cache`.
+
+Large tables move by the rows alone that a call reads or writes. A tensor that gets more rows stays the same object, for
+whoever holds it: a parameter, and its gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchstrat import _torch_private, hook_registrations
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import UnsupportedError
+from torchstrat.operands import tensors_in
+from torchstrat.parameter_server.messages import InitialOp, VariableSpec
+
+Moment = tuple[int, int]
+"""How many functions have been scheduled, and how many of them had not ended."""
+
+
+class Functions(Protocol):
+    """What has been scheduled."""
+
+    @property
+    def next_function(self) -> int:
+        """How many there are."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many of them have not ended."""
+
+    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
+        """A block in which no function is half-way, and none begins."""
+
+
+class NoFunctions:
+    """Before there is a coordinator that could schedule any."""
+
+    next_function = 0
+    num_unfinished = 0
+
+    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Servers(Protocol):
+    """Where the values are."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of these ids, which are sorted, unique and in range."""
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None: ...
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """``value`` is that of these rows (``(n,)`` int64; None: of all)."""
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        """The servers do this to their values."""
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
+
+
+class NoServers:
+    """Where variables are only planned."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
+        raise AssertionError("there are no servers to read from")
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("there are no servers to read from")
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        return call()
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+def _properties(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+def _is_kind(name: str) -> bool:
+    """Whether it is a property that says of which kind a tensor is: ``is_meta``, ``is_cuda``, ``is_quantized`` …"""
+    return name.startswith("is_") and not callable(getattr(torch.Tensor, name))
+
+
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+NEEDS_NO_VALUES = frozenset(
+    {
+        *_properties("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
+        *_properties("nbytes", "itemsize", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *_properties(*(name for name in dir(torch.Tensor) if _is_kind(name))),
+        *_methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+        *_methods("is_contiguous", "is_floating_point", "is_complex", "get_device", "__hash__", "__len__"),
+        *_methods("is_inference", "is_signed", "is_coalesced", "_is_view", "dim_order"),
+        *_methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
+    }
+)
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """``memory``, of any number of rows, takes the place of what ``tensor`` has."""
+    with DisableTorchFunctionSubclass():
+        _DATA.__set__(tensor, memory)
+
+
+def grow_gradient(parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """A gradient that is left is nothing of the new rows: it may still be added to, or set to zero."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        gradient = _GRAD.__get__(parameter)
+        if gradient is None or tuple(gradient.shape) == shape:
+            return
+        if gradient.layout == torch.sparse_coo:
+            grown = torch.sparse_coo_tensor(
+                gradient._indices(),
+                gradient._values(),
+                shape,
+                is_coalesced=gradient.is_coalesced(),
+                check_invariants=False,
+            )
+        else:
+            grown = gradient.new_zeros(shape)
+            grown[: len(gradient)] = gradient
+        _DATA.__set__(gradient, grown)
+
+
+class Holder(Protocol):
+    """Whose memory a tensor shows."""
+
+    @property
+    def shown(self) -> str:
+        """What ``repr`` says instead of the values; empty where these are current."""
+
+    def call(self, call: TensorCall) -> Any:
+        """Its result, when the tensors that it reads are current."""
+
+    def read(self, alias: Alias) -> None:
+        """Make the memory current."""
+
+
+class TensorCall:
+    """A call of PyTorch's with tensors that ask among its arguments. ``aliases``: these."""
+
+    __slots__ = ("aliases", "args", "func", "kwargs")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        found = (_aliases.get(id(one)) for one in tensors_in((args, kwargs)) if isinstance(one, CachedTensor))
+        self.aliases = [alias for alias in found if alias is not None]
+
+    def run(self) -> Any:
+        with DisableTorchFunctionSubclass():
+            return self.func(*self.args, **self.kwargs)
+
+    @property
+    def holders(self) -> list[Any]:
+        return list({id(alias.holder): alias.holder for alias in self.aliases}.values())
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes a tensor that asks in place, as far as its name says. What does so all the same is seen by
+        the tensor's version afterwards, and refused where it was not waited with."""
+        return any(isinstance(one, CachedTensor) for one in tensors_in(_targets(self.func, self.args, self.kwargs)))
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
+        return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (_DATA.__get__, _DATA_SET)
+
+
+class Alias:
+    """What is known of one tensor. Not in its ``__dict__``, which is the program's. ``unread``: which reading its
+    values are of, until somebody has looked at them; it counts while functions run."""
+
+    __slots__ = ("holder", "tensor", "unread")
+
+    def __init__(self, tensor: torch.Tensor, holder: Holder, unread: int | None) -> None:
+        key = id(tensor)
+        self.tensor = weakref.ref(tensor, lambda _: _aliases.pop(key, None))
+        self.holder, self.unread = holder, unread
+
+
+_aliases: dict[int, Alias] = {}
+"""By the ``id`` of the tensor."""
+
+
+@_torch_private.uncompiled
+def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
+    if func in _REGISTERS_HOOK and isinstance(args[0], nn.Parameter):
+        raise UnsupportedError(
+            "a hook was registered on a parameter that lives on parameter servers. It would not run on the workers, "
+            "which have parameters of their own. Register it in the function, or change the gradients there between "
+            "backward() and step()."
+        )
+    if func in NEEDS_NO_VALUES:
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if result is True and func == _IS_META:
+            _refuse_skipped_initialiser(sys._getframe(2))
+        return result
+    call = TensorCall(func, args, kwargs)
+    # Another thread may just have made them ordinary tensors.
+    return call.aliases[0].holder.call(call) if call.aliases else call.run()
+
+
+_REGISTERS_HOOK = frozenset(
+    {
+        hook_registrations.register_hook,
+        hook_registrations.register_post_accumulate_grad_hook,
+        hook_registrations.told_hook,
+        hook_registrations.told_post_accumulate_grad_hook,
+    }
+)
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of the class
+
+
+def _refuse_skipped_initialiser(caller: FrameType) -> None:
+    """Functions of ``torch.nn.init`` that cannot work on ``meta`` return without a word where `is_meta` says so."""
+    if caller.f_globals is vars(nn.init):
+        raise UnsupportedError(
+            f"nn.init.{caller.f_code.co_name} was called on a weight that is on meta, so the coordinator has no values "
+            "of it. Call it within the `with strategy.scope():` that makes the weight, or use another initialiser."
+        )
+
+
+class CachedTensor:
+    """Mixed into the class of a tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _ask(func, args, kwargs or {})
+
+    def _read(self) -> torch.Tensor:
+        """The current values: an ordinary tensor over the same memory."""
+        alias = alias_of(_of(self))
+        if alias is not None:
+            alias.holder.read(alias)
+        with DisableTorchFunctionSubclass():
+            return _of(self).detach()
+
+    def __repr__(self, **options: Any) -> str:
+        """Never waits for a server: debuggers and loggers call it."""
+        alias = alias_of(_of(self))
+        if alias is not None and alias.holder.shown:
+            return alias.holder.shown
+        with DisableTorchFunctionSubclass():
+            return repr(_torch_private.alias_of(_of(self), _own_class(self), _of(self).requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is an ordinary tensor of the program's own."""
+        if id(self) not in memo:
+            value = self._read().clone()
+            memo[id(self)] = _torch_private.alias_of(value, _own_class(self), _of(self).requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files and other processes have the values, in an ordinary tensor."""
+        plain = _torch_private.alias_of(self._read(), _own_class(self), _of(self).requires_grad)
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)
+
+
+_classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
+
+
+def can_ask(tensor: torch.Tensor) -> bool:
+    """Whether its class leaves room: not one that PyTorch asks already, and for another reason."""
+    kind: Any = type(tensor)
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__) in _ORDINARY
+
+
+_ORDINARY = frozenset(
+    getattr(each.__torch_function__, "__func__", each.__torch_function__) for each in (torch.Tensor, nn.Parameter)
+)
+
+
+def let_ask(tensor: Any, holder: Holder, unread: int | None = None) -> None:
+    """From now on ``tensor`` asks ``holder``."""
+    kind = type(tensor)
+    if kind not in _classes:
+        made: Any = type(kind)
+        _classes[kind] = made(kind.__name__, (CachedTensor, kind), {"__module__": kind.__module__})
+    _aliases[id(tensor)] = Alias(tensor, holder, unread)
+    tensor.__class__ = _classes[kind]
+
+
+def let_alone(tensor: torch.Tensor) -> None:
+    """It is an ordinary tensor again, with the values that it has."""
+    if isinstance(tensor, CachedTensor):
+        cast(Any, tensor).__class__ = _own_class(tensor)
+        _aliases.pop(id(tensor), None)
+
+
+def bring_alone(tensor: Any) -> None:
+    """Make what ``tensor`` shows current, before code that does not ask reads it. Nothing for other tensors."""
+    if isinstance(tensor, CachedTensor):
+        tensor._read()
+
+
+@functools.cache
+def ask_before_transforms() -> None:
+    """Those of torch.func take hold of tensors without asking their class."""
+    _torch_private.before_transforms_take(bring_alone)
+
+
+def alias_of(tensor: torch.Tensor) -> Alias | None:
+    """None where it is an ordinary tensor, which another thread may just have made it."""
+    return _aliases.get(id(tensor))
+
+
+def _of(tensor: CachedTensor) -> torch.Tensor:
+    return cast(torch.Tensor, tensor)
+
+
+def _own_class(tensor: Any) -> type[torch.Tensor]:
+    kind: type[torch.Tensor] = type(tensor).__mro__[2]
+    return kind
+
+
+def aliases_in(result: Any, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors in ``result`` that show ``memory`` and do not ask yet."""
+    for tensor in tensors_in(result):
+        if type(tensor) is torch.Tensor and _torch_private.share_storage(tensor, memory):
+            yield tensor
+
+
+# -- what a call does -----------------------------------------------------------------------------------------------
+
+
+def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call changes in place."""
+    name = getattr(func, "__name__", "")
+    if func in _MAY_WRITE:
+        return _MAY_WRITE[func](*args, **kwargs)
+    if name in _IN_PLACE or func == _DATA_SET or (name.endswith("_") and not name.endswith("__")):
+        return args[0] if args else kwargs
+    return kwargs.get("out")
+
+
+def _by_norm(input: Any, running_mean: Any, running_var: Any, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+    is_training = kwargs.get("training", rest[2] if len(rest) > 2 else False)
+    return (running_mean, running_var) if is_training else None
+
+
+def _by_instance_norm(input: Any, running_mean: Any = None, running_var: Any = None, *_: Any, **__: Any) -> Any:  # noqa: A002
+    return running_mean, running_var
+
+
+def _by_lookup(input: Any, weight: Any, _: Any = None, max_norm: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+    return None if max_norm is None else weight
+
+
+_MAY_WRITE: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _by_norm,
+    F.instance_norm: _by_instance_norm,
+    F.embedding: _by_lookup,
+    F.embedding_bag: _by_lookup,
+}
+_IN_PLACE = frozenset(
+    {"__setitem__"}
+    | {
+        f"__i{name}__"
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "div",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+            "matmul",
+        ]
+    }
+)
+_DATA_SET = _DATA.__set__
+_HANDS_OUT = frozenset({"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
+"""By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
+to code that changes it without leaving a trace in ``_version``, or does so itself."""
+
+
+def read_rows(call: TensorCall, table: torch.Tensor) -> torch.Tensor | None:
+    """The ids of the rows of ``table`` that a call looks at, sorted and unique; None for one that may look at all.
+
+    ``table[ids]`` and lookups do. Ids that are out of range are the call's own error.
+    """
+    arguments = [*call.args, *call.kwargs.values()]
+    if sum(one is table for one in tensors_in(arguments)) != 1:
+        return None
+    if call.func is torch.Tensor.__getitem__ and call.args[0] is table:
+        index = call.args[1]  # of one number: a view, by which somebody may write
+        ids = torch.as_tensor(index) if isinstance(index, list | torch.Tensor) else None
+    elif call.func in (F.embedding, F.embedding_bag):
+        ids = call.args[0] if call.args else call.kwargs["input"]
+    else:
+        return None
+    if ids is None or ids.dtype not in _OF_IDS or (ids.dim() == 0 and call.func is torch.Tensor.__getitem__):
+        return None
+    ids = ids.detach().reshape(-1).cpu().to(torch.int64)
+    ids = torch.where(ids < 0, ids + len(table), ids) if call.func is torch.Tensor.__getitem__ else ids
+    ids = ids[(ids >= 0) & (ids < len(table))]
+    return torch.unique(ids)  # type: ignore[no-any-return]
+
+
+_OF_IDS = (torch.int64, torch.int32)
+
+
+def given_rows(call: TensorCall, table: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Values, and the ids ``(n,)`` of the rows that get them (None: all rows); None for a call that brings no values.
+
+    ``table[ids] = rows`` and ``table.copy_(values)`` do, and ``copy_`` of a view that is made of whole rows. Raises
+    `UnsupportedError` naming the table for parts of rows.
+    """
+    if call.func is torch.Tensor.__setitem__:
+        target, index, value = call.args
+        if target is not table:
+            raise _not_rows(name)
+        ids = _rows_at(index, len(table), name)
+    elif call.func is torch.Tensor.copy_:
+        target, value = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs["src"]
+        ids = None if target is table else _rows_of_view(target, table, name)
+    else:
+        return None
+    value = torch.as_tensor(value, dtype=table.dtype)
+    if value.is_meta:
+        return None
+    shape = tuple(table.shape) if ids is None else (len(ids), *table.shape[1:])
+    return value.detach().cpu().expand(shape), ids
+
+
+def _rows_at(index: Any, rows: int, name: str) -> torch.Tensor | None:
+    if isinstance(index, tuple):
+        if len(index) != 1 and not all(one is Ellipsis or one == slice(None) for one in index[1:]):
+            raise _not_rows(name)
+        index = index[0]
+    if index is Ellipsis:
+        return None
+    return torch.arange(rows)[index].reshape(-1)
+
+
+def _rows_of_view(view: torch.Tensor, table: torch.Tensor, name: str) -> torch.Tensor:
+    elements = math.prod(table.shape[1:])
+    first, count = view.storage_offset(), view.numel()
+    if not elements or first % elements or count % elements or not view.is_contiguous():
+        raise _not_rows(name)
+    return torch.arange(first // elements, (first + count) // elements)
+
+
+def _not_rows(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is on meta, so the coordinator has no values of it, and a part of its rows was written. Write whole "
+        "rows (table.weight[ids] = rows), all of it (copy_, load_state_dict, nn.init), or in a scheduled function."
+    )

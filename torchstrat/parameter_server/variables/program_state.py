@@ -1,0 +1,418 @@
+"""One look at everything of the program that servers and workers have to be told of when it changes.
+
+`CapturedVariables` knows which tensor of the user's model is which variable on the servers. Nothing tells of a
+parameter that was written, of ``model.eval()`` or of a new learning rate, so all of it is looked at whenever a
+function is scheduled. What is then done about a change takes a hundred times as long as to see that there is none: two
+equal readings mean that nothing has to be done.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import UnsupportedError
+from torchstrat.optimizers import is_listed
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
+from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
+from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
+from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
+from torchstrat.parameter_server.variables.placement import Bonds, Placement
+from torchstrat.reduction import VariableAggregation
+from torchstrat.replicas.buffer_rules import is_statistic
+from torchstrat.variables import BufferSlot, VariableRegistry
+
+_MOST_NAMES = 3
+_WRITTEN_TOO = (
+    "a scheduled function has written to {} by hand while functions on other workers changed the same: its values "
+    "stay, and what the others had changed since it read them is lost. This is said once. Write on the coordinator, "
+    "where that waits until no function is half-way; or let the optimizer do it (weight_decay); or call "
+    "coordinator.join() before and after the function."
+)
+_CHANGED_TOO = (
+    "workers have changed {} at the same time, and the last value stays: what the others added is not in it. If it "
+    "counts or adds up, call strategy.extended.set_aggregation(module, {}, 'sum') on the coordinator, with the {}; "
+    "'only_first_replica' says that the last one is meant. Integral buffers are summed by themselves."
+)
+
+
+class _Slot(NamedTuple):
+    """A `BufferSlot` whose module the program may drop."""
+
+    module: weakref.ref[nn.Module]
+    key: tuple[int, str]
+
+    @property
+    def name(self) -> str:
+        return self.key[1]
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        module = self.module()
+        return None if module is None else module._buffers.get(self.name)
+
+
+class CapturedVariables:
+    """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly.
+
+    ``died`` is told of variables whose tensors, or whose modules, the program has dropped.
+    """
+
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        placement: Placement,
+        kinds: Kinds,
+        cache: CoordinatorCache,
+        died: Callable[[Token], None] = lambda token: None,
+    ) -> None:
+        self._registry = registry
+        self._cache = cache
+        self._died = died
+        self._placement = placement
+        self._kinds = kinds
+        self._specs: dict[int, VariableSpec] = {}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._numbers: dict[int, int] = {}  # by id of the tensor
+        self._buffers: dict[int, _Slot] = {}
+        self._buffer_ids: dict[int, int] = {}  # of the tensor that was last seen there
+        self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
+        self._beside: dict[int, VariableSpec] = {}
+        self._to_create: list[VariableSpec] = []
+        self._conflicts: set[int] = set()  # that were warned of
+        self._has_warned_of_writes = False
+        self._whole_for: dict[int, str] = {}
+        self._growths = 0
+
+    # -- who is who -------------------------------------------------------------------------------------------------
+
+    def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
+        number = self._numbers.get(id(tensor))
+        # A module may have put another tensor in a buffer's place: the id is then free for anybody's.
+        return None if number is None or self.tensor(number) is not tensor else self._specs[number]
+
+    def spec_of_buffer(self, module: nn.Module, name: str) -> VariableSpec | None:
+        number = self._slots.get((id(module), name))
+        return None if number is None else self._specs[number]
+
+    def tensor(self, number: int) -> torch.Tensor | None:
+        """The coordinator's copy; None when the program has dropped it."""
+        if number in self._buffers:
+            return self._buffers[number].tensor
+        reference = self._parameters.get(number)
+        return None if reference is None else reference()
+
+    def specs(self) -> list[VariableSpec]:
+        """Of what the program still has."""
+        return [spec for spec in list(self._specs.values()) if self._is_there(spec.number)]
+
+    def _is_there(self, number: int) -> bool:
+        slot = self._buffers.get(number)
+        return slot.module() is not None if slot is not None else self.tensor(number) is not None
+
+    def parameters(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
+        """Every parameter that the program still has."""
+        for number in self._parameters:
+            tensor = self.tensor(number)
+            if tensor is not None:
+                yield self._specs[number], tensor
+
+    def specs_under(self, modules: Iterable[nn.Module]) -> list[VariableSpec]:
+        """The variables of these modules and their children, each once."""
+        found: dict[int, VariableSpec] = {}
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                spec = self.spec_of(tensor)
+                if spec is not None:
+                    found[spec.number] = spec
+        return list(found.values())
+
+    def grow(self, spec: VariableSpec) -> None:
+        """The servers have more rows of a variable, and ``spec`` is what it is now."""
+        self._specs[spec.number] = spec
+        self._growths += 1
+        self._cache.grow(spec)
+
+    # -- new ones ---------------------------------------------------------------------------------------------------
+
+    def put_beside(self, tensor: torch.Tensor, spec: VariableSpec) -> None:
+        """``tensor`` is to live with ``spec``; said before it is placed."""
+        self._beside[id(tensor)] = spec
+
+    def place_new(self) -> None:
+        """Give every variable that has none yet its place, in order of creation."""
+        new = {name: t for name, t in self._registry.named_tensors().items() if self.spec_of(t) is None}
+        if new:
+            tables = set(_possible_tables(self._registry.modules()))
+            bonds = Bonds((one, self._kinds.of(one)) for one in self._registry.optimizers())
+            for name, tensor in new.items():
+                self._place(name, tensor, bonds, is_table=id(tensor) in tables)
+        for name, slot in self._registry.named_buffer_slots().items():
+            if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
+                self._place_buffer(name, slot)
+        self._follow_buffers()
+
+    def to_create(self) -> list[VariableSpec]:
+        """What has a place and is not on the servers yet, as far as the program still has it."""
+        self._to_create = [spec for spec in self._to_create if self.tensor(spec.number) is not None]
+        return list(self._to_create)
+
+    def created(self, *, with_these_values: bool) -> None:
+        """The servers have all of `to_create` now. ``with_these_values``: those that it has here; else perhaps others,
+        which an earlier coordinator left there."""
+        for spec in self._to_create:
+            tensor = self.tensor(spec.number)
+            if tensor is not None:
+                self._cache.adopt(spec, tensor, is_current=with_these_values)
+        self._to_create.clear()
+
+    def give_up_new(self) -> None:
+        """The servers do not get what is to be created."""
+        for spec in self._to_create:
+            self._forget(spec.number)
+        self._to_create.clear()
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """The program has dropped these."""
+        for number in numbers:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        tensor, slot = self.tensor(number), self._buffers.get(number)
+        if tensor is not None and self._numbers.get(id(tensor)) == number:  # it was let go
+            del self._numbers[id(tensor)]
+        if slot is not None and self._slots.get(slot.key) == number:
+            del self._slots[slot.key]
+        for table in (self._specs, self._parameters, self._buffers, self._whole_for):
+            table.pop(number, None)
+        self._cache.release(number)
+        key = self._buffer_ids.pop(number, None)
+        if key is not None and self._numbers.get(key) == number:
+            del self._numbers[key]
+
+    def place_now(self, tensor: torch.Tensor) -> None:
+        """Do not wait for the others: somebody asks where ``tensor`` lives."""
+        if self.spec_of(tensor) is None:
+            self.place_new()
+
+    def _place(self, name: str, tensor: torch.Tensor, bonds: Bonds, *, is_table: bool) -> None:
+        others = (self.spec_of(other) for other in bonds.stepped_together_with(tensor))
+        beside = self._beside.pop(id(tensor), None) or next((spec for spec in others if spec is not None), None)
+        whole_for = bonds.keeps_whole(tensor)
+        spec = self._placement.place(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            "parameter",
+            requires_grad=tensor.requires_grad,
+            with_variable=beside,
+            may_split=whole_for is None,
+            is_table=is_table and not bonds.looks_at_layout(tensor),
+        )
+        if whole_for is not None:
+            self._whole_for[spec.number] = whole_for
+        token, key = token_of_spec(spec), id(tensor)
+        numbers, died = self._numbers, self._died
+
+        def forget(_: Any) -> None:
+            numbers.pop(key, None)
+            died(token)
+
+        self._parameters[spec.number] = weakref.ref(tensor, forget)
+        self._register(spec, tensor)
+
+    def _place_buffer(self, name: str, slot: BufferSlot) -> None:
+        assert slot.tensor is not None
+        spec = self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
+        token, key = token_of_spec(spec), (id(slot.module), slot.name)
+        slots, died = self._slots, self._died
+
+        def forget(_: Any) -> None:
+            slots.pop(key, None)
+            died(token)
+
+        self._buffers[spec.number] = _Slot(weakref.ref(slot.module, forget), key)
+        self._slots[key] = spec.number
+        self._buffer_ids[spec.number] = id(slot.tensor)
+        self._register(spec, slot.tensor)
+
+    def _register(self, spec: VariableSpec, tensor: torch.Tensor) -> None:
+        self._specs[spec.number] = spec
+        self._to_create.append(spec)
+        self._numbers[id(tensor)] = spec.number
+
+    def whole_for(self, spec: VariableSpec) -> str:
+        """The class of the optimizer because of which a variable is not cut; empty if it is not for any."""
+        return self._whole_for.get(spec.number, "")
+
+    def _follow_buffers(self) -> None:
+        """Modules may have put another tensor in a buffer's place."""
+        for number, slot in self._buffers.items():
+            tensor, before = slot.tensor, self._buffer_ids[number]
+            if tensor is not None and id(tensor) != before:
+                if self._numbers.get(before) == number:
+                    del self._numbers[before]
+                self._numbers[id(tensor)] = number
+                self._buffer_ids[number] = id(tensor)
+
+    # -- buffers ----------------------------------------------------------------------------------------------------
+
+    def aggregations(self) -> dict[int, VariableAggregation]:
+        """What the program has set, of buffers, by the numbers of their variables."""
+        rules = self._registry.buffer_rules
+        found: dict[int, VariableAggregation] = {}
+        for number, slot in self._buffers.items() if rules else ():
+            module = slot.module()
+            aggregation = None if module is None else rules.get(module, slot.name)
+            if aggregation is VariableAggregation.NONE:
+                raise UnsupportedError(
+                    f"{self._specs[number].name} has aggregation 'none', by which every replica keeps its own. On "
+                    "parameter servers workers come and go and keep nothing: hand such a state from function to "
+                    "function, or keep it in a per-worker resource."
+                )
+            if aggregation is not None:
+                found[number] = aggregation
+        return found
+
+    def may_conflict(self, *, wrote_parameters: bool) -> bool:
+        """Whether servers may know of one worker's value that has replaced another's, in a buffer or, where functions
+        have written to some by hand, in a parameter; but for what was warned of."""
+        if wrote_parameters and not self._has_warned_of_writes:
+            return True
+        modules = ((slot.module(), slot.name) for slot in self._buffers.values())
+        return any(module is not None and not is_statistic(module, name) for module, name in modules)
+
+    def warn_of_conflicts(self, numbers: Iterable[int]) -> None:
+        """Once for each buffer of these variables, and once for parameters."""
+        new = sorted(set(numbers) - self._conflicts)
+        self._conflicts.update(new)
+        specs = [self._specs[number] for number in new if number in self._specs]
+        names = [spec.name for spec in specs if spec.kind == "parameter"]
+        if names and not self._has_warned_of_writes:
+            self._has_warned_of_writes = True
+            warnings.warn(_WRITTEN_TOO.format(", ".join(names[:_MOST_NAMES])), stacklevel=3)
+        for spec in specs:
+            slot = self._buffers.get(spec.number)
+            if slot is not None and (module := slot.module()) is not None:
+                message = _CHANGED_TOO.format(spec.name, repr(slot.name), type(module).__name__)
+                warnings.warn(message, stacklevel=3)
+
+    # -- whether anything has changed ---------------------------------------------------------------------------------
+
+    @property
+    def population(self) -> tuple[int, ...]:
+        """Other numbers whenever there are other variables, or larger ones, or some that the servers do not know yet,
+        or other rules for buffers."""
+        rules = self._registry.buffer_rules.changes
+        return len(self._specs), len(self._numbers), len(self._to_create), rules, self._growths
+
+    def states(self) -> list[Any]:
+        """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
+        found: list[Any] = []
+        with DisableTorchFunctionSubclass():
+            for reference in self._parameters.values():
+                tensor = reference()
+                found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
+            for number, slot in self._buffers.items():
+                tensor = slot.tensor
+                is_known = self._cache.tensor(number) is tensor
+                found += (None, None) if tensor is None else (tensor._version, is_known)
+        return found
+
+    def has_traceless_changes(self) -> bool:
+        """Whether anything was written that `states` does not show."""
+        return self._cache.has_traceless_changes()
+
+    def follow_replaced(self) -> None:
+        """Modules may have put another tensor in a buffer's place: that is its value."""
+        for number, slot in self._buffers.items():
+            if slot.tensor is not None and self._cache.tensor(number) is not slot.tensor:
+                self._cache.replace(number, slot.tensor)
+
+
+def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """Ids of the parameters that `torch.nn.functional.embedding` may look up: weights of embeddings, and what a module
+    of the user's own holds itself. Weights of torch's other layers are used whole."""
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or not type(module).__module__.startswith("torch."):
+            yield from (id(parameter) for parameter in module._parameters.values())
+
+
+_members = operator.attrgetter("training", "_parameters", "_modules", "_buffers")
+
+
+class Reading:
+    """Of modules: their members, modes and plain attributes. Of variables: whether they were written, or take
+    gradients. Of optimizers: parameter groups and hyperparameters, and whether their state was changed here.
+
+    It keeps nothing of the program alive but hyperparameters. Members are told apart by id: that of a module or a
+    parameter is not given to another one unnoticed, since the registry and the variables count who is there, and a
+    buffer that took another one's place and id is the same variable.
+    """
+
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        variables: CapturedVariables,
+        attributes: PlainAttributes,
+        structure: ModuleStructure,
+    ) -> None:
+        population = registry.population
+        self._marks: list[Any] = [torch.get_default_dtype(), *population, *variables.population]
+        self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
+        self._is_comparable = True
+        if any(population):
+            modules = list(registry.modules())
+            self._read_modules(modules)
+            self._marks += map(attributes.mark, modules)
+            self._marks += structure.mark()
+            self._marks += variables.states()
+            self._is_comparable = not variables.has_traceless_changes()
+            for optimizer in registry.optimizers():
+                self._read_groups(optimizer)
+                if not is_listed(type(optimizer)):
+                    self._marks.append(attributes.mark(optimizer))
+
+    def is_same(self, earlier: Reading) -> bool:
+        """Whether nothing has changed that this is about. False where that cannot be told."""
+        return self._is_comparable and self._marks == earlier._marks
+
+    def _read_modules(self, modules: Iterable[Any]) -> None:
+        marks = self._marks
+        for training, parameters, children, buffers in map(_members, modules):
+            marks += (training, len(parameters), len(children), len(buffers))
+            if parameters:
+                marks += parameters
+                marks += map(id, parameters.values())
+            if children:
+                marks += children
+                marks += map(id, children.values())
+            if buffers:
+                marks += buffers
+                marks += map(id, buffers.values())
+
+    def _read_groups(self, optimizer: Optimizer) -> None:
+        marks, kept = self._marks, self._hyperparameters
+        state = getattr(optimizer, "state", None)
+        if isinstance(state, RemoteOptimizerState):
+            self._is_comparable = self._is_comparable and not state.is_changed()
+        groups = optimizer.param_groups
+        marks += (id(optimizer), len(groups))
+        for group in groups:
+            marks += group
+            marks += map(id, group.values())
+            marks += map(id, group["params"])
+            values = [value for name, value in group.items() if name != "params"]
+            kept += values
+            if not are_atoms(map(type, values)) and not all(map(is_fixed, values)):
+                self._is_comparable = False  # a tensor, or a list: it may change and stay the same object

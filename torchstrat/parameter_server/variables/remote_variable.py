@@ -1,0 +1,193 @@
+"""A `ts.Variable`'s component that a server keeps: every read is a pull, every assignment a push.
+
+What ``state_dict()`` returns on the coordinator is what the servers hold at that moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.messages import EditOp, VariableSpec
+from torchstrat.parameter_server.serialization.path_errors import StaysHere
+from torchstrat.reduction import VariableAggregation, VariableSynchronization
+from torchstrat.variable.storage import DeclaredShape, Edit
+from torchstrat.variable.variable import Variable
+from torchstrat.variables import WeakOrdered
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.serialization.object_table import World
+    from torchstrat.strategies.parameter_server import ParameterServerStrategy
+
+_OPERATIONS: dict[Edit, EditOp] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
+
+
+class Access(Protocol):
+    """The part of `VariableAccess` that is used here."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor: ...
+
+    def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None: ...
+
+
+class RemoteStorage:
+    """``access()`` reaches the servers from the calling thread: as the coordinator, or for the function it runs.
+
+    Additions are exact whatever other workers do meanwhile; of several plain assignments the last one stays.
+    """
+
+    def __init__(self, spec: VariableSpec, access: Callable[[], Access]) -> None:
+        self.spec = spec
+        self._access = access
+
+    @property
+    def device(self) -> str:
+        return f"ps:{self.spec.shards[0].server}"
+
+    @property
+    def value_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    def lend(self) -> torch.Tensor:
+        return self.copy()
+
+    def copy(self) -> torch.Tensor:
+        return self._access().read([self.spec])[0]
+
+    # -- as a shard of a `ShardedVariable` ----------------------------------------------------------------------------
+
+    def read(self) -> torch.Tensor:
+        return self.copy()
+
+    def read_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        ids, places = torch.unique(rows, return_inverse=True)
+        return self._access().read_rows(self.spec, ids)[places]
+
+    def edit(self, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        self._access().edit(self.spec, op, value, rows)
+
+    # -- as a component of a `Variable` -------------------------------------------------------------------------------
+
+    def write(self, edit: Edit, value: torch.Tensor) -> None:
+        access = self._access()
+        if edit is Edit.SCATTER_ADD:
+            access.edit(self.spec, "add", *_rows_of(self.spec, value))
+            return
+        if edit is Edit.ASSIGN and value.shape != self.shape:
+            raise InvalidArgumentError(
+                f"assign got shape {tuple(value.shape)}; variable {self.spec.name!r} on a parameter server has shape "
+                f"{self.spec.shape} for good."
+            )
+        access.edit(self.spec, _OPERATIONS[edit], value)
+
+
+@dataclass(frozen=True)
+class _VariableRecipe:
+    """Builds a worker's object for a `Variable` that the coordinator has made."""
+
+    spec: VariableSpec
+    name: str
+    aggregation: VariableAggregation
+    synchronization: VariableSynchronization
+    declared: DeclaredShape
+
+    def __call__(self, world: World) -> Variable:
+        storage = RemoteStorage(self.spec, lambda: world.resolve(("access",)))
+        strategy = world.resolve(("strategy",))
+        return Variable._over(storage, strategy, self.name, self.aggregation, self.synchronization, self.declared)
+
+
+def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[World], Variable]:
+    return _VariableRecipe(
+        storage.spec, variable.name, variable.aggregation, variable.synchronization, variable._declared
+    )
+
+
+def _rows_of(spec: VariableSpec, sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (values, ids) of a sparse COO tensor; one that is sparse in further dimensions has these filled up."""
+    if sparse.sparse_dim() == 1:
+        return sparse._values(), sparse._indices()[0]
+    coalesced = sparse.coalesce()
+    ids, inverse = torch.unique(coalesced.indices()[0], return_inverse=True)
+    rows = torch.zeros((len(ids), *spec.shape[1:]), dtype=spec.dtype)
+    rows.index_put_((inverse, *coalesced.indices()[1:]), coalesced.values(), accumulate=True)
+    return rows, ids
+
+
+_hooked = WeakOrdered()
+
+
+def hook_module(strategy: ParameterServerStrategy, module: nn.Module) -> None:
+    """Pull before ``module.state_dict()``. Once per module."""
+    if _hooked.add(module):
+        module.register_state_dict_pre_hook(_PullModule(strategy))
+
+
+def hook_optimizer(strategy: ParameterServerStrategy, optimizer: Optimizer) -> None:
+    """Pull the state before ``optimizer.state_dict()``, push it after ``optimizer.load_state_dict()``."""
+    if _hooked.add(optimizer):
+        # Wrappers around another optimizer often leave `Optimizer.__init__` out, and with it the places for hooks.
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
+        optimizer.register_state_dict_pre_hook(_PullOptimizer(strategy))
+        optimizer.register_load_state_dict_post_hook(_PushOptimizer(strategy))
+
+
+class _Hook(StaysHere):
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def _open_strategy(self) -> ParameterServerStrategy | None:
+        """None after the strategy was closed or dropped: then the module is an ordinary one, with its last values."""
+        strategy = self._strategy()
+        return strategy if strategy is not None and strategy._connected is not None else None
+
+
+class _PullModule(_Hook):
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        strategy = self._open_strategy()
+        if strategy is not None and prefix == "":  # the outermost call pulls for all modules below it
+            strategy._pull([module])
+
+
+class _PullOptimizer(_Hook):
+    def __call__(self, optimizer: Optimizer) -> None:
+        strategy = self._open_strategy()
+        if strategy is not None and strategy._job.catalog.token_of(optimizer) is not None:  # else it was released
+            job = strategy._job
+
+            def pull() -> None:
+                job.commit()
+                job.pull_optimizer(optimizer)
+
+            strategy._asking_servers(pull)
+
+
+class _PushOptimizer(_Hook):
+    def __call__(self, optimizer: Optimizer) -> None:
+        strategy = self._open_strategy()
+        if strategy is not None and strategy._job.catalog.token_of(optimizer) is not None:
+            job = strategy._job
+
+            def push() -> None:
+                job.commit()
+                job.push_optimizer(optimizer)
+
+            strategy._telling_servers(push)

@@ -1,1 +1,0 @@
-"""Under the transport: messages are pickled, sealed, answered and waited for; silence is noticed. No RPC is here."""
