@@ -35,11 +35,11 @@ from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorC
 from torchstrat.parameter_server.variables.module_structure import PlainAttributes
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
 from torchstrat.parameter_server.variables.remote_access import VariableEdit
-from torchstrat.parameter_server.worker import copies
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.left_gradients import LeftGradients
-from torchstrat.parameter_server.worker.settings import Settings
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.parameter_server.worker import local_variables
+from torchstrat.parameter_server.worker.gradients import LeftGradients
+from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.session import Settings
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
 from torchstrat.testing.fake_cluster import FakeCluster
 
 # -- edits ------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ FAULTS = [
     ),
     PlantedFault(
         "buffers that are the same by value are the same",
-        _off(copies, "is_same", torch.equal),
+        _off(local_variables, "is_same", torch.equal),
         _at("buffer, with NaN", READ, IN_FUNCTION),
     ),
     PlantedFault(

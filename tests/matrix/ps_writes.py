@@ -28,8 +28,8 @@ from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.variables import coordinator_cache
 from torchstrat.parameter_server.variables.cached_parameter import TensorCall
 from torchstrat.parameter_server.variables.coordinator_cache import CachedVariable, CoordinatorCache
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SHAPE = (6, 2)

@@ -20,6 +20,7 @@ from torchstrat.errors import (
     NotSendableError,
     WrongTypeError,
 )
+from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.interrupts import held_back
 from torchstrat.parameter_server.leases.dataset import LeasedDataset, require_leasable
@@ -49,8 +50,7 @@ from torchstrat.parameter_server.server_loss import (
     require_kinds,
 )
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.worker.resources import ResourceSpec
-from torchstrat.parameter_server.worker.run import current_worker_index
+from torchstrat.parameter_server.worker.executor import current_worker_index
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.values import require_callable, require_kwargs, require_list_or_tuple
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchstrat import nest
 from torchstrat.data import spec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.parameter_server.worker.resources import ResourceSpec
+from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.values import misfit
 
 if TYPE_CHECKING:

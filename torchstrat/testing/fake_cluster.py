@@ -29,7 +29,7 @@ from torchstrat.parameter_server.membership.membership import OnJoined, OnLost
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.worker.service import FunctionWorker
+from torchstrat.parameter_server.worker.worker import FunctionWorker
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
 from torchstrat.testing.fake_network import FakeNetwork
 

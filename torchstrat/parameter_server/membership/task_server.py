@@ -33,7 +33,7 @@ from torchstrat.tracebacks import short_tracebacks
 
 _SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[Any, ...]]]] = {
     PARAMETER_SERVER: ("torchstrat.parameter_server.server.service", "VariableServer", lambda task: ()),
-    WORKER: ("torchstrat.parameter_server.worker.service", "FunctionWorker", lambda task: (task.index,)),
+    WORKER: ("torchstrat.parameter_server.worker.worker", "FunctionWorker", lambda task: (task.index,)),
 }
 """Job → module, class, arguments of its constructor."""
 

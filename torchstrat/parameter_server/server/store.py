@@ -16,6 +16,7 @@ import torch
 
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
+from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.applied_parts import AppliedPart, part_of
 from torchstrat.parameter_server.endpoint import FRESH, AnswerCopies, AnswerMemory
 from torchstrat.parameter_server.messages import (
@@ -44,7 +45,6 @@ from torchstrat.parameter_server.server.live_optimizer import StepsHaveSet
 from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
 from torchstrat.parameter_server.variables.deferred_init import repeat, replay
-from torchstrat.parameter_server.worker import phases
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Prepared

@@ -19,6 +19,7 @@ import torch
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.endpoint import Endpoint
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
@@ -33,7 +34,6 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.placement import pieces
-from torchstrat.parameter_server.worker import phases
 
 
 class ServerGroup:
