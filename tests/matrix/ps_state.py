@@ -30,7 +30,7 @@ from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.known_worker import KnownWorker
 from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
 from torchstrat.parameter_server.server import store
-from torchstrat.parameter_server.server.edits import apply_edit
+from torchstrat.parameter_server.server.shards import apply_edit
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import PlainAttributes
 from torchstrat.parameter_server.variables.program_state import CapturedVariables

@@ -24,7 +24,7 @@ from tests.matrix import on_servers
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.server import store
-from torchstrat.parameter_server.server.held import HeldShards
+from torchstrat.parameter_server.server.shards import HeldShards
 from torchstrat.parameter_server.variables import coordinator_cache
 from torchstrat.parameter_server.variables.cached_parameter import TensorCall
 from torchstrat.parameter_server.variables.coordinator_cache import CachedVariable, CoordinatorCache

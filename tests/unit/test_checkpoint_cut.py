@@ -27,8 +27,8 @@ from torchstrat.parameter_server.messages import (
     ShardEdit,
 )
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
-from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
-from torchstrat.parameter_server.server.packing import pack_optimizer
+from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server.snapshot import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.variables.checkpoint_orders import AdoptOrder, ReadOrder, WriteOrder
 

@@ -42,7 +42,7 @@ from torchstrat.parameter_server.messages import (
     dropped_among,
 )
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, Token, token_of_spec
-from torchstrat.parameter_server.server.packing import pack_optimizer
+from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CacheServers, CoordinatorState, CoordinatorSteps

@@ -172,7 +172,7 @@ def follow_plan(folder: str, task: Task) -> None:
     _append(path, task, "start", time=process_start())
     phases.observe(_Follower(path, task))
     if task.job == PARAMETER_SERVER and _read_plan(path).get(_WITHOUT_RECORDS):
-        from torchstrat.parameter_server.server.applied import AppliedRecords
+        from torchstrat.parameter_server.server.deduplication import AppliedRecords
 
         AppliedRecords._is_applied = lambda *_: False  # type: ignore[method-assign]
 

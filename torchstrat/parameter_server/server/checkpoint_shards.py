@@ -22,7 +22,7 @@ from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import AppliedPushes, ShardKey
-from torchstrat.parameter_server.server.cut import Cut, CutRows, FrozenRows
+from torchstrat.parameter_server.server.snapshot import Cut, CutRows, FrozenRows
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.variables.checkpoint_orders import (
     AdoptOrder,
