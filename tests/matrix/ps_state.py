@@ -27,7 +27,6 @@ from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_dr
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.job import Job
-from torchstrat.parameter_server.known_worker import KnownWorker
 from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.server.shards import apply_edit
@@ -40,6 +39,7 @@ from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.session import Settings
 from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
+from torchstrat.parameter_server.worker_sessions import KnownWorker
 from torchstrat.testing.fake_cluster import FakeCluster
 
 # -- edits ------------------------------------------------------------------------------------------------------------

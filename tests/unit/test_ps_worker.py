@@ -29,8 +29,8 @@ from torchstrat.errors import (
     PeerUnavailableError,
 )
 from torchstrat.parameter_server.dispatch import Batch, Report
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.messages import Shard, VariableSpec
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.edits import put_rows
 from torchstrat.parameter_server.worker import stand_ins, table_rows
 from torchstrat.parameter_server.worker.executor import Outcomes

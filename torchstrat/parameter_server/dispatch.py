@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torchstrat.data.marks import unmarked
 from torchstrat.errors import ClosureInputError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.parameter_server import phases
-from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.interface import Peer
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from typing import Any, Literal, TypeAlias
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server import phases
+from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.membership.task_server import PLAN_VARIABLE
-from torchstrat.parameter_server.tasks import Task
 
 __all__ = ["Fault", "FaultPlan", "Line", "Phase", "Task", "draw_kills", "follow_plan", "phases"]
 

@@ -19,15 +19,13 @@ from typing import Any
 from torchstrat import kept_pages
 from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Service, Task
 from torchstrat.parameter_server.membership.task_host import (
     DEFAULT_DRAIN_TIMEOUT_SECONDS,
     DEFAULT_ORPHAN_TIMEOUT_SECONDS,
     EXIT_FAILED,
     TaskHost,
 )
-from torchstrat.parameter_server.service import Service
-from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.transport.auth import load_secret, new_secret
 from torchstrat.tracebacks import short_tracebacks
 

@@ -17,7 +17,7 @@ import torch
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server import phases
-from torchstrat.parameter_server.endpoint import FRESH, AnswerCopies, AnswerMemory
+from torchstrat.parameter_server.interface import FRESH, AnswerCopies, AnswerMemory
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     AppliedPushes,

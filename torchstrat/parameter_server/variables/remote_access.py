@@ -20,7 +20,7 @@ import torch
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
 from torchstrat.parameter_server import phases
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     EditOp,
@@ -32,7 +32,6 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     VariableSpec,
 )
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.placement import pieces
 
 

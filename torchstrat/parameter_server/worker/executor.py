@@ -18,10 +18,9 @@ from torchstrat import context
 from torchstrat.errors import ContextError, NotSendableError, OutOfRangeError
 from torchstrat.generator_states import state_of
 from torchstrat.parameter_server.dispatch import Raised, Report
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Peer
 from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.server.deduplication import EarlierRuns
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport.envelopes import pack
 from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.parameter_server.worker import warm_up

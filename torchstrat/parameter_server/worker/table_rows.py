@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.variables.edits import put_rows
 from torchstrat.parameter_server.variables.remote_access import RowsToCome, VariableAccess
 

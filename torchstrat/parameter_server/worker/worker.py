@@ -40,11 +40,10 @@ from torchstrat.parameter_server.dispatch import (
     Resources,
     ServerGone,
 )
-from torchstrat.parameter_server.endpoint import Endpoint, Handler
-from torchstrat.parameter_server.per_worker import numbers_of
+from torchstrat.parameter_server.interface import Endpoint, Handler, Peer
+from torchstrat.parameter_server.remote_value import numbers_of
 from torchstrat.parameter_server.serialization.functions import Packed, pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
 from torchstrat.parameter_server.worker.executor import (
     Executor,
