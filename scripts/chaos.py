@@ -27,8 +27,8 @@ from torch import nn
 import torchstrat as ts
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
+from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.same_host.peers import SWITCH, why_not
-from torchstrat.parameter_server.worker import phases
 from torchstrat.testing.fault_plan import FaultPlan, draw_kills
 
 VARIABLES = 3

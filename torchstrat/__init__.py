@@ -44,8 +44,7 @@ with _importing.without_collection():
     from torchstrat.parameter_server.leases.lease import Lease
     from torchstrat.parameter_server.leases.ledger import Ledger
     from torchstrat.parameter_server.membership.task_server import Server
-    from torchstrat.parameter_server.per_worker import PerWorkerValues
-    from torchstrat.parameter_server.remote_value import RemoteValue
+    from torchstrat.parameter_server.remote_value import PerWorkerValues, RemoteValue
     from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
     from torchstrat.preemption import PreemptionHandler
     from torchstrat.progress_bar import progress

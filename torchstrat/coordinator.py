@@ -1,9 +1,8 @@
 """What ``tf.distribute.coordinator`` holds: the coordinator of parameter servers, and what it returns."""
 
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
-from torchstrat.parameter_server.per_worker import PerWorkerValues
-from torchstrat.parameter_server.remote_value import RemoteValue
-from torchstrat.parameter_server.worker.run import current_worker_index as experimental_get_current_worker_index
+from torchstrat.parameter_server.remote_value import PerWorkerValues, RemoteValue
+from torchstrat.parameter_server.worker.executor import current_worker_index as experimental_get_current_worker_index
 
 PerWorkerValue = PerWorkerValues
 

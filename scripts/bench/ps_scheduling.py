@@ -33,12 +33,11 @@ from train_step import print_header
 
 from torchstrat.parameter_server.dispatch import Batch, Report
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
-from torchstrat.parameter_server.per_worker import ResourceTable
-from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.interface import Peer, Task
+from torchstrat.parameter_server.remote_value import RemoteValue, ResourceTable
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH
 from torchstrat.parameter_server.serialization.captured_objects import Lifetimes
 from torchstrat.parameter_server.serialization.functions import Packed, unpack_result
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport.envelopes import pack, unpack
 
 WORKERS = (2, 4, 8, 16, 32, 64)

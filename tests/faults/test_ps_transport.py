@@ -18,7 +18,7 @@ import torch
 from tests.faults.counting import wait_until
 from tests.support.ps_nodes import ELEMENTS, PATIENCE_SECONDS, Lost, Node, Nodes, endpoint_with, error_of
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
-from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 
 NOTICE_SECONDS = 20.0

@@ -41,7 +41,7 @@ def test_ranks_that_fail(torchrun):
 @pytest.mark.cluster(ps=1, workers=1)
 def test_a_worker_that_dies(cluster, fault_plan):
     import torchstrat as ts
-    from torchstrat.parameter_server.worker import phases
+    from torchstrat.parameter_server import phases
     from torchstrat.testing.fault_plan import Fault
 
     fault_plan.add("worker", 0, Fault(phases.INSIDE))

@@ -17,10 +17,9 @@ from torchstrat.collectives import process_group
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory
 from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.data import prefetch
-from torchstrat.parameter_server.dispatch import Recent
+from torchstrat.parameter_server.dispatch import Recent, Resources
 from torchstrat.parameter_server.dispatcher import Dispatcher
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.resources import Resources
+from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.replicas.central.state import CentralState
 from torchstrat.replicas.in_process import baton
 from torchstrat.replicas.in_process.engine import InProcessReplicas

@@ -45,7 +45,7 @@ from tests.matrix.table import RIGHT, Cell, Expected, refused
 from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.serialization import closure_walk
 from torchstrat.parameter_server.transport import envelopes
-from torchstrat.parameter_server.worker.run import current_worker_index
+from torchstrat.parameter_server.worker.executor import current_worker_index
 from torchstrat.strategies import parameter_server as own_module
 
 PLACE = "parameter servers"

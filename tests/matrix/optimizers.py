@@ -20,7 +20,7 @@ from torchstrat import optimizers as tiers
 from torchstrat.errors import NotSendableError, UnsupportedError
 from torchstrat.parameter_server import job
 from torchstrat.parameter_server.serialization import object_table, pickler
-from torchstrat.parameter_server.server import live_optimizer, steps
+from torchstrat.parameter_server.server import live_optimizer, optimizer_step
 from torchstrat.parameter_server.variables import optimizer_state
 from torchstrat.parameter_server.variables.placement import Bonds
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     PlantedFault(
         "memory that a step gives to a shard is not kept",
-        lambda: mock.patch.object(steps, "keep_values"),
+        lambda: mock.patch.object(optimizer_step, "keep_values"),
         _fakes("Rebinding", "dense, named elementwise"),
     ),
     PlantedFault(

@@ -27,19 +27,19 @@ from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_dr
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.job import Job
-from torchstrat.parameter_server.known_worker import KnownWorker
 from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
 from torchstrat.parameter_server.server import store
-from torchstrat.parameter_server.server.edits import apply_edit
+from torchstrat.parameter_server.server.shards import apply_edit
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import PlainAttributes
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
 from torchstrat.parameter_server.variables.remote_access import VariableEdit
-from torchstrat.parameter_server.worker import copies
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.left_gradients import LeftGradients
-from torchstrat.parameter_server.worker.settings import Settings
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.parameter_server.worker import local_variables
+from torchstrat.parameter_server.worker.gradients import LeftGradients
+from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.session import Settings
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
+from torchstrat.parameter_server.worker_sessions import KnownWorker
 from torchstrat.testing.fake_cluster import FakeCluster
 
 # -- edits ------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ FAULTS = [
     ),
     PlantedFault(
         "buffers that are the same by value are the same",
-        _off(copies, "is_same", torch.equal),
+        _off(local_variables, "is_same", torch.equal),
         _at("buffer, with NaN", READ, IN_FUNCTION),
     ),
     PlantedFault(

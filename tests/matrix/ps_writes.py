@@ -24,12 +24,12 @@ from tests.matrix import on_servers
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.server import store
-from torchstrat.parameter_server.server.held import HeldShards
+from torchstrat.parameter_server.server.shards import HeldShards
 from torchstrat.parameter_server.variables import coordinator_cache
 from torchstrat.parameter_server.variables.cached_parameter import TensorCall
 from torchstrat.parameter_server.variables.coordinator_cache import CachedVariable, CoordinatorCache
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SHAPE = (6, 2)

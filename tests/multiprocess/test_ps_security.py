@@ -23,8 +23,7 @@ from tests.faults.forked import Forked
 from tests.support.ps_meeting import flipped
 from tests.support.ps_nodes import PATIENCE_SECONDS, Node, Nodes, endpoint_with
 from torchstrat.errors import AuthenticationError, PeerUnavailableError
-from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.interface import Handler, Peer
 from torchstrat.parameter_server.transport import rpc_agent
 from torchstrat.parameter_server.transport.auth import Kind, Sealer
 from torchstrat.parameter_server.transport.rpc import RpcEndpoint

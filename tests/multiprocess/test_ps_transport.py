@@ -30,8 +30,7 @@ from torchstrat.errors import (
     PeerTimeoutError,
     PeerUnavailableError,
 )
-from torchstrat.parameter_server.endpoint import Endpoint, Handler
-from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.interface import Endpoint, Handler, Peer, Task
 from torchstrat.parameter_server.transport.requests import RemoteHandlerError
 from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 from torchstrat.testing.fake_network import FakeNetwork
@@ -384,8 +383,8 @@ def test_short_calls_and_heartbeats_pass_while_all_executors_are_busy(me: RpcEnd
 
 LEAVES_WITHOUT_CLOSING = """
 import sys
-from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.interface import Handler
+from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 import threading
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from torchstrat.cluster_resolver import ClusterSpec
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.membership.membership import Rendezvous
 from torchstrat.parameter_server.membership.task_host import TaskHost
-from torchstrat.parameter_server.tasks import Peer, Task
 
 SOON = 30.0
 SECRET, OTHER_SECRET = b"s" * 32, b"o" * 32

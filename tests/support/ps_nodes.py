@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from tests.faults.forked import Forked
-from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
-from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.interface import AnswerMemory, Endpoint, Handler, Peer, Task
 from torchstrat.parameter_server.transport.rpc import RpcEndpoint
 
 SECRET = b"the secret of the clusters in these tests"

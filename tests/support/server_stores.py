@@ -23,7 +23,7 @@ from torchstrat.parameter_server.messages import (
     StateOfShard,
     VariableSpec,
 )
-from torchstrat.parameter_server.server.packing import pack_optimizer
+from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.server.store import VariableStore
 
 

@@ -19,18 +19,20 @@ from tests.support.checkpoints import same
 from tests.support.server_stores import add_edit, add_optimizer, held_by, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import (
+    AdoptOrder,
     AppliedPushes,
     Dropped,
     NewOptimizer,
     NewRows,
     OptimizerStep,
+    ReadOrder,
     ShardEdit,
+    WriteOrder,
 )
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
-from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
-from torchstrat.parameter_server.server.packing import pack_optimizer
+from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server.snapshot import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.variables.checkpoint_orders import AdoptOrder, ReadOrder, WriteOrder
 
 ROWS = 9
 SHAPES = {0: (ROWS, 3), 1: (7,), 2: (), 3: (ROWS, 2)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torchstrat.parameter_server.interrupts import held_back
+from torchstrat.parameter_server.waiting import held_back
 
 Note = Callable[[str], None]
 

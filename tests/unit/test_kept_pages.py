@@ -17,8 +17,8 @@ from torchstrat import Server, kept_pages
 from torchstrat.errors import ClusterConfigError
 from torchstrat.kept_pages import environment_that_keeps_pages, give_back_pages, glibc_version, is_wanted, keep_pages
 from torchstrat.launch import LocalCluster
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.server.service import VariableServer
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.replicas.per_process import step_pages
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.server import main

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import torchstrat as ts
 from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
 from torchstrat.errors import CancelledError, CommunicationTimeoutError, NotSendableError
-from torchstrat.parameter_server import known_worker
 from torchstrat.parameter_server import scheduler_events as ev
+from torchstrat.parameter_server import worker_sessions
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
 from torchstrat.parameter_server.serialization.captured_objects import Lifetimes
-from torchstrat.parameter_server.time_limits import GRACE_SECONDS, TimeLimits
+from torchstrat.parameter_server.waiting import GRACE_SECONDS, TimeLimits
 from torchstrat.testing.fake_cluster import FakeCluster
 
 FIRST = 20
@@ -168,7 +168,7 @@ def test_after_a_function_that_raised_nothing_of_its_batch_runs() -> None:
 
 def test_arguments_that_the_wire_refuses_are_one_functions_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with job() as one:
-        endpoint, pack = one.coordinator._job.endpoint, known_worker.pack
+        endpoint, pack = one.coordinator._job.endpoint, worker_sessions.pack
         call = endpoint.call
 
         def refuse(value: Any) -> Any:
@@ -187,7 +187,7 @@ def test_arguments_that_the_wire_refuses_are_one_functions_error(monkeypatch: py
                     return failed
             return call(to, method, payload, **options)
 
-        monkeypatch.setattr(known_worker, "pack", refuse)
+        monkeypatch.setattr(worker_sessions, "pack", refuse)
         monkeypatch.setattr(endpoint, "call", call_or_refuse)
         with one.all_at_once():
             first = one.note(range(3))

@@ -42,6 +42,7 @@ from torchstrat.errors import (
     PeerUnavailableError,
     VersionMismatchError,
 )
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.membership import control_channel, handshake, membership, task_host
 from torchstrat.parameter_server.membership.cluster_checks import (
     INTERVAL_SECONDS,
@@ -69,7 +70,6 @@ from torchstrat.parameter_server.membership.task_host import (
     EXIT_REFUSED,
     TaskHost,
 )
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport.auth import derive_key, load_secret, new_secret
 
 EXTRA = Task("worker", 7)

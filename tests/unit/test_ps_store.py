@@ -49,7 +49,7 @@ from torchstrat.errors import (
 )
 from torchstrat.host_memory import available_bytes
 from torchstrat.optimizers import Kind, Tier
-from torchstrat.parameter_server.applied_parts import EarlierRuns, part_of
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     Accumulation,
@@ -61,11 +61,10 @@ from torchstrat.parameter_server.messages import (
     RowsRequest,
     ShardEdit,
 )
-from torchstrat.parameter_server.server.applied import AppliedRecords
-from torchstrat.parameter_server.server.fast_steps import fast_step_of
+from torchstrat.parameter_server.server.deduplication import AppliedRecords, EarlierRuns, part_of
+from torchstrat.parameter_server.server.optimizer_step import fast_step_of
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers, recipe_of, replay
 from torchstrat.testing.fake_cluster import FakeCluster
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchstrat.errors import AuthenticationError, InvalidArgumentError
-from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.transport.auth import WINDOW, Kind, ReplayWindow, Sealer
 from torchstrat.parameter_server.transport.envelopes import REFUSAL, Envelopes, Packed, pack, unpack
 from torchstrat.parameter_server.transport.failure_detector import Beat, Heartbeat, Silence

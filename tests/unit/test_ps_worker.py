@@ -29,19 +29,21 @@ from torchstrat.errors import (
     PeerUnavailableError,
 )
 from torchstrat.parameter_server.dispatch import Batch, Report
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.messages import Shard, VariableSpec
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.edits import put_rows
-from torchstrat.parameter_server.worker import arrivals, unique_ids
-from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
-from torchstrat.parameter_server.worker.batch_queue import BatchQueue
-from torchstrat.parameter_server.worker.function_thread import FunctionThread
-from torchstrat.parameter_server.worker.outcomes import Outcomes
-from torchstrat.parameter_server.worker.pending import PendingParameter, resume, suspend
-from torchstrat.parameter_server.worker.service import FunctionWorker
-from torchstrat.parameter_server.worker.table_rows import TableRows
-from torchstrat.parameter_server.worker.unique_ids import ROWS_PER_ID, UniqueIds
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.parameter_server.worker import stand_ins, table_rows
+from torchstrat.parameter_server.worker.executor import Outcomes
+from torchstrat.parameter_server.worker.stand_ins import (
+    Arrivals,
+    PendingParameter,
+    WatchedParameter,
+    resume,
+    suspend,
+    worth_waiting_for,
+)
+from torchstrat.parameter_server.worker.table_rows import ROWS_PER_ID, TableRows, UniqueIds
+from torchstrat.parameter_server.worker.worker import BatchQueue, FunctionThread, FunctionWorker
 from torchstrat.testing.fake_network import FakeNetwork
 
 DEADLINE_SECONDS = 60
@@ -255,7 +257,7 @@ def test_any_shape_and_inference_mode() -> None:
 
 def test_a_table_much_larger_than_the_batch_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    monkeypatch.setattr(unique_ids.np, "flatnonzero", lambda marks: sizes.append(len(marks)) or marks.nonzero()[0])
+    monkeypatch.setattr(table_rows.np, "flatnonzero", lambda marks: sizes.append(len(marks)) or marks.nonzero()[0])
     one, ids = UniqueIds(), torch.tensor([3, 1, 3])
     for rows in (3 * ROWS_PER_ID, 3 * ROWS_PER_ID + 1, 10**12):
         assert one.of(table(rows), ids)[0].tolist() == [1, 3]
@@ -577,7 +579,7 @@ def test_who_may_be_late() -> None:
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.disable(print)
     assert Arrivals(lambda number, is_here: None).may_be_late(parameter())
-    monkeypatch.setenv(arrivals.SWITCH, "off")
+    monkeypatch.setenv(stand_ins.SWITCH, "off")
     assert not Arrivals(lambda number, is_here: None).may_be_late(parameter())
 
 

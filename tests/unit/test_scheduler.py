@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.scheduler_invariants import check
 from torchstrat.errors import FunctionSetAsideError, InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.parameter_server import scheduler as scheduler_module
 from torchstrat.parameter_server import scheduler_events as ev
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
 from torchstrat.parameter_server.scheduler_events import Action, Event
-from torchstrat.parameter_server.scheduler_invariants import check
 
 WRONG = ValueError("the function's own")
 WRONG_TOO = KeyError("another function's own")

@@ -97,8 +97,7 @@ class OptimizerItem:
 
     def _untouched_state(self, shard: torch.Tensor) -> dict[str, Any]:
         """Of a shard of a `ShardedVariable` that no step has changed yet, while others have been stepped."""
-        from torchstrat.parameter_server.server.row_optimizer import learn_state
-        from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
+        from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, learn_state
 
         groups = self._optimizer.param_groups
         number = next(n for n, group in enumerate(groups) if any(shard is one for one in group["params"]))

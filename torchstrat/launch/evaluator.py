@@ -14,7 +14,7 @@ from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.launch.supervised import Program, SupervisedProcess
-from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 _TASK = Task(EVALUATOR, 0)

@@ -5,10 +5,10 @@ Roles, one process each: the *coordinator* runs the user's program and schedules
 
 From the wire upwards::
 
-    endpoint.py       how processes talk: the interface; transport/ is it on torch.distributed.rpc, same_host/ in memory
+    interface.py      how processes talk: the interface; transport/ is it on torch.distributed.rpc, same_host/ in memory
                       of one machine
     membership/       how they find and trust each other, and what hosts a role
-    messages.py       what servers are told: frozen dataclasses
+    messages.py       what servers are told, and dispatch.py what workers are: frozen dataclasses
     server/           the role ``ps``: shards, optimizers on shards and rows, records of what was applied
     worker/           the role ``worker``: runs functions, over its own copy of the captured objects
     serialization/    how functions and what they reach get there

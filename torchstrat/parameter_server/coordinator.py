@@ -20,21 +20,22 @@ from torchstrat.errors import (
     NotSendableError,
     WrongTypeError,
 )
+from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
-from torchstrat.parameter_server.interrupts import held_back
+from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.leases.dataset import LeasedDataset, require_leasable
 from torchstrat.parameter_server.leases.lease import Lease, OutdatedLeaseError, claim_all, leases_among_arguments
 from torchstrat.parameter_server.leases.order import DrawOrder
 from torchstrat.parameter_server.leases.reader import ReaderBuilder
-from torchstrat.parameter_server.per_worker import (
+from torchstrat.parameter_server.remote_value import (
     PerWorkerDataset,
     PerWorkerValues,
+    PlainT,
+    RemoteValue,
     ResourceTable,
     refuse_remote_values,
     require_builder,
 )
-from torchstrat.parameter_server.releasing import release
-from torchstrat.parameter_server.remote_value import PlainT, RemoteValue
 from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
 from torchstrat.parameter_server.serialization.functions import Packed, pack, simple_arguments, unpack_result
 from torchstrat.parameter_server.serialization.pack_cache import Remembered
@@ -48,9 +49,9 @@ from torchstrat.parameter_server.server_loss import (
     require_complete,
     require_kinds,
 )
-from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.worker.resources import ResourceSpec
-from torchstrat.parameter_server.worker.run import current_worker_index
+from torchstrat.parameter_server.waiting import held_back
+from torchstrat.parameter_server.worker.executor import current_worker_index
+from torchstrat.parameter_server.worker_sessions import release
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.values import require_callable, require_kwargs, require_list_or_tuple
 

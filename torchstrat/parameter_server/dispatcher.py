@@ -28,40 +28,13 @@ from torchstrat.errors import (
     ParameterServerUnavailable,
     TorchstratError,
 )
-from torchstrat.parameter_server.interrupts import held_back
+from torchstrat.parameter_server import scheduler_events as ev
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.job import Job
-from torchstrat.parameter_server.known_worker import KnownWorker, Work
-from torchstrat.parameter_server.per_worker import ResourceTable, numbers_of
-from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.remote_value import RemoteValue, ResourceTable, numbers_of
 from torchstrat.parameter_server.scheduler import Scheduler
-from torchstrat.parameter_server.scheduler_events import (
-    Action,
-    AwaitMoment,
-    Cancel,
-    Complete,
-    Dispatch,
-    DispatchHeld,
-    DispatchReleased,
-    ErrorTaken,
-    Event,
-    Fail,
-    Forget,
-    HandedBack,
-    MomentPassed,
-    Recall,
-    Release,
-    ServersLost,
-    ServersRestored,
-    Submitted,
-    WorkerDraining,
-    WorkerJoined,
-    WorkerLeaves,
-    WorkerLost,
-)
-from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.time_limits import TimeLimits
-from torchstrat.parameter_server.waiting_texts import waiting_for, where
-from torchstrat.parameter_server.worker_calls import News, WorkerCalls
+from torchstrat.parameter_server.waiting import TimeLimits, held_back, waiting_for, where
+from torchstrat.parameter_server.worker_sessions import KnownWorker, News, Work, WorkerCalls
 
 __all__ = ["Dispatcher", "Work"]
 
@@ -95,7 +68,7 @@ class Dispatcher:
         self._has_released = False  # something that not all workers have been told of
         self._timed = 0  # functions without an outcome that have a limit of time
         self._limits = TimeLimits()
-        self._inbox: deque[Event | News] = deque()
+        self._inbox: deque[ev.Event | News] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -127,7 +100,7 @@ class Dispatcher:
                 work = self._works[number] = make(number)
                 self._next_function += 1
                 # Nobody waits for anything that this changes.
-                actions = self._scheduler.handle(Submitted(number, work.max_attempts))
+                actions = self._scheduler.handle(ev.Submitted(number, work.max_attempts))
                 if actions:
                     self._carry_out(actions)
                 if work.timeout_seconds is not None:
@@ -199,7 +172,7 @@ class Dispatcher:
             error = self._scheduler.pending_error
             if error is None:
                 return
-            self._handle(ErrorTaken())
+            self._handle(ev.ErrorTaken())
         self._empty_outbox()
         raise error
 
@@ -237,7 +210,7 @@ class Dispatcher:
             self._require_running()
             self._pauses += 1
             if self._pauses == 1:
-                self._handle(DispatchHeld())
+                self._handle(ev.DispatchHeld())
         try:
             self._empty_outbox()
             self._wait_for_rest(timeout_seconds, who)
@@ -246,7 +219,7 @@ class Dispatcher:
             with self._lock:
                 self._pauses -= 1
                 if self._pauses == 0 and self._broken is None:
-                    self._handle(DispatchReleased())
+                    self._handle(ev.DispatchReleased())
             self._empty_outbox()
 
     def _wait_for_rest(self, timeout_seconds: float, who: str) -> None:
@@ -269,7 +242,7 @@ class Dispatcher:
             yield self._works
 
     def drain(self, worker: int) -> None:
-        self.put(WorkerDraining(worker))
+        self.put(ev.WorkerDraining(worker))
 
     def wait_released(self, worker: int, timeout_seconds: float | None) -> bool:
         with self._lock:
@@ -287,7 +260,7 @@ class Dispatcher:
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ev.Event) -> None:
         """Tell the scheduler, from any thread; it is handled on the dispatcher's."""
         self._inbox.append(event)
         self._calls.put(True)
@@ -302,23 +275,23 @@ class Dispatcher:
             self._workers[peer.incarnation] = KnownWorker(peer)
             self._is_shared |= len(self._workers) > 1
         logger.debug("%s has joined.", peer)
-        self._inbox.append(WorkerJoined(peer.task.index, peer.incarnation))
+        self._inbox.append(ev.WorkerJoined(peer.task.index, peer.incarnation))
         self._take_in()
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)
         self._job.fence(peer)
-        self.put(WorkerLost(peer.task.index, peer.incarnation, reason))
+        self.put(ev.WorkerLost(peer.task.index, peer.incarnation, reason))
 
     def worker_leaves(self, peer: Peer) -> int:
         """It says that it will end. Returns how many of its functions have not been answered yet."""
-        self.put(WorkerLeaves(peer.task.index, peer.incarnation))
+        self.put(ev.WorkerLeaves(peer.task.index, peer.incarnation))
         with self._lock:
             return len(self._scheduler.functions_at(peer.task.index))
 
     def servers_lost(self, error: ParameterServerUnavailable) -> None:
         self._loss = error
-        self.put(ServersLost(error))
+        self.put(ev.ServersLost(error))
 
     @property
     def loss(self) -> ParameterServerUnavailable | None:
@@ -337,9 +310,9 @@ class Dispatcher:
         with self._lock:
             if not self._scheduler.servers_lost:  # a call was the first to notice
                 self._loss = loss
-                self._handle(ServersLost(loss))
+                self._handle(ev.ServersLost(loss))
             unfinished = self.num_unfinished
-            self._handle(ErrorTaken())
+            self._handle(ev.ErrorTaken())
         self._empty_outbox()
         return unfinished
 
@@ -354,8 +327,8 @@ class Dispatcher:
                     Task(PARAMETER_SERVER, index),
                 )
             if isinstance(self._scheduler.pending_error, ParameterServerUnavailable):
-                self._handle(ErrorTaken())  # who restores knows of the loss
-            self._handle(ServersRestored())
+                self._handle(ev.ErrorTaken())  # who restores knows of the loss
+            self._handle(ev.ServersRestored())
         self._empty_outbox()
 
     def _wait_for(self, condition: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
@@ -377,7 +350,7 @@ class Dispatcher:
             except queue.Empty:
                 if self._moment_due <= time.monotonic():
                     self._moment_due = math.inf
-                    self._inbox.append(MomentPassed())
+                    self._inbox.append(ev.MomentPassed())
                 self._end_what_takes_too_long()
             self._take_in()
 
@@ -440,13 +413,13 @@ class Dispatcher:
             self._handle(event)
         self._results = None
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: ev.Event) -> None:
         """With the lock; `_empty_outbox` comes after it."""
         self._before(event)
         self._carry_out(self._scheduler.handle(event))
         if self._timed or self._limits.due < math.inf:
             self._look_at_time()
-        if self._scheduler.servers_lost and isinstance(event, ServersLost | WorkerLost | HandedBack):
+        if self._scheduler.servers_lost and isinstance(event, ev.ServersLost | ev.WorkerLost | ev.HandedBack):
             self._tell_who_waits_in_vain()
         if self._awaited and any(condition() for condition in self._awaited):
             self._changed.notify_all()
@@ -467,10 +440,10 @@ class Dispatcher:
                     self._send_to(known, ())  # else with the next batch
             self._has_released = any(known.is_to_be_told for known in waiting)
 
-    def _before(self, event: Event) -> None:
-        if isinstance(event, WorkerLost):
+    def _before(self, event: ev.Event) -> None:
+        if isinstance(event, ev.WorkerLost):
             self._forget_worker(event.incarnation)
-        elif isinstance(event, HandedBack):
+        elif isinstance(event, ev.HandedBack):
             for function in event.functions:
                 if self._scheduler.is_at(function, event.worker, event.incarnation):
                     for lease in self._works[function].leases:
@@ -484,30 +457,30 @@ class Dispatcher:
             return
         for function, work in self._works.items():
             if self._scheduler.worker_of(function) is None:
-                work.value._set_error(Cancel(function, error).error())
+                work.value._set_error(ev.Cancel(function, error).error())
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: list[Action]) -> None:
+    def _carry_out(self, actions: list[ev.Action]) -> None:
         for action in actions:
-            if isinstance(action, Complete):
+            if isinstance(action, ev.Complete):
                 self._complete(action.functions)
-            elif isinstance(action, Dispatch):
+            elif isinstance(action, ev.Dispatch):
                 self._send(action)
-            elif isinstance(action, Recall):
+            elif isinstance(action, ev.Recall):
                 self._recall(action)
-            elif isinstance(action, Fail):
+            elif isinstance(action, ev.Fail):
                 value = self._end(action.function)
                 if isinstance(action.error, FunctionSetAsideError):
                     action.error.name = value._name
                 value._set_error(action.error)
-            elif isinstance(action, Cancel):
+            elif isinstance(action, ev.Cancel):
                 self._end(action.function)._set_error(action.error())
-            elif isinstance(action, Release):
+            elif isinstance(action, ev.Release):
                 self._forget_worker(action.incarnation)
-            elif isinstance(action, Forget):
+            elif isinstance(action, ev.Forget):
                 self._outbox.append(partial(self._forget, action.below))
-            elif isinstance(action, AwaitMoment):
+            elif isinstance(action, ev.AwaitMoment):
                 self._moment_due = time.monotonic() + _MOMENT_SECONDS
                 self._calls.put(True)
 
@@ -534,7 +507,7 @@ class Dispatcher:
             lease._ended(returned=False)
         return work.value
 
-    def _send(self, action: Dispatch) -> None:
+    def _send(self, action: ev.Dispatch) -> None:
         known = self._workers.get(action.incarnation)
         if known is None:  # lost; the event that says so is on its way
             return
@@ -612,7 +585,7 @@ class Dispatcher:
         others = [other.left for other in self._workers.values() if other.left and other is not known]
         return tuple(set().union(*others)) if others else ()
 
-    def _recall(self, action: Recall) -> None:
+    def _recall(self, action: ev.Recall) -> None:
         known = self._workers.get(action.incarnation)
         if known is not None:
             self._outbox.append(partial(self._worker_calls.send_recall, known, known.recalled(action.functions)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections import Counter, defaultdict
@@ -21,16 +20,9 @@ from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
 from torchstrat.optimizers import Tier, is_listed
-from torchstrat.parameter_server.dispatch import (
-    AGGREGATIONS,
-    DEFAULT_DTYPE,
-    NUM_WORKERS,
-    Modes,
-    Options,
-    Report,
-    ServerGone,
-)
-from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server import dispatch
+from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
+from torchstrat.parameter_server.interface import Handler, Peer, Task
 from torchstrat.parameter_server.membership.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
@@ -42,8 +34,7 @@ from torchstrat.parameter_server.messages import (
     dropped_among,
 )
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, Token, token_of_spec
-from torchstrat.parameter_server.server.packing import pack_optimizer
-from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CacheServers, CoordinatorState, CoordinatorSteps
 from torchstrat.parameter_server.variables.deferred_init import recipe_of
@@ -59,10 +50,11 @@ from torchstrat.parameter_server.variables.placement import (
     Partitioner,
     Placement,
     check_places,
+    held_bytes,
     pieces,
     seed_of_variable,
 )
-from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading
+from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, as_they_are
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
 from torchstrat.variables import VariableRegistry
 
@@ -146,12 +138,8 @@ class Job:
 
     def connect(self) -> None:
         """Find all servers. Raises `CommunicationTimeoutError` naming those that are missing."""
-        self.endpoint.serve(
-            {
-                "coordinator.worker_leaves": Handler(self._worker_leaves),
-                "coordinator.outcomes": Handler(self._outcomes),
-            }
-        )
+        leaves, outcomes = Handler(self._worker_leaves), Handler(self._outcomes)
+        self.endpoint.serve({"coordinator.worker_leaves": leaves, "coordinator.outcomes": outcomes})
         self.membership.start(self._process_joined, self._process_lost)
         with waiting.shown("waiting for the parameter servers"):
             self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
@@ -321,11 +309,7 @@ class Job:
 
     def held_bytes(self) -> dict[int, int]:
         """How many bytes of variables each server was given, without the optimizers' state."""
-        held = dict.fromkeys(range(self.num_servers), 0)
-        for spec in self._specs():
-            for number, shard in enumerate(spec.shards):
-                held[shard.server] += spec.shard_bytes(number)
-        return held
+        return held_bytes(self._specs(), self.num_servers)
 
     # -- giving the servers what is new -----------------------------------------------------------------------------
 
@@ -422,13 +406,13 @@ class Job:
         self.catalog.begin()
         for optimizer in self._registry.optimizers():
             number = self._number_of(optimizer)
-            groups = tuple(tuple(self._numbers(group["params"])) for group in optimizer.param_groups)
+            groups = tuple(tuple(self.variables.numbers_of(group["params"])) for group in optimizer.param_groups)
             if self._optimizers.get(number) == groups:
                 continue
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             kind = self.kinds.of(optimizer)
-            specs = list(self._specs_of(optimizer).values())
+            specs = list(self.variables.specs_of(optimizer).values())
             new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
             check_places(optimizer, kind, specs)
             if self._warns_of_rows and any(spec.by_rows for spec in specs):
@@ -444,17 +428,11 @@ class Job:
         number: int = token[1]
         return number
 
-    def _numbers(self, tensors: Iterable[torch.Tensor]) -> Iterable[int]:
-        for tensor in tensors:
-            spec = self.variables.spec_of(tensor)
-            if spec is not None:
-                yield spec.number
-
     def options(self) -> Options:
         """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
         return {
             self._number_of(optimizer): tuple(
-                {**_as_they_are(group), "params": tuple(self._numbers(group["params"]))}
+                {**as_they_are(group), "params": tuple(self.variables.numbers_of(group["params"]))}
                 for group in optimizer.param_groups
             )
             for optimizer in self._registry.optimizers()
@@ -508,7 +486,7 @@ class Job:
 
     def optimizer_number(self, optimizer: Optimizer) -> int | None:
         """What the servers know an optimizer by; None for one that they do not step."""
-        known = self.catalog.token_of(optimizer) is not None and self._specs_of(optimizer)
+        known = self.catalog.token_of(optimizer) is not None and self.variables.specs_of(optimizer)
         return self._number_of(optimizer) if known else None
 
     def modes(self) -> Modes:
@@ -519,9 +497,9 @@ class Job:
         modes |= {token: module.training for token, module in modules}
         optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]
         modes |= self._attributes.changed([*modules, *optimizers])
-        modes[DEFAULT_DTYPE] = torch.get_default_dtype()
-        modes[AGGREGATIONS] = self.variables.aggregations()
-        modes[NUM_WORKERS] = self.num_workers
+        modes[dispatch.DEFAULT_DTYPE] = torch.get_default_dtype()
+        modes[dispatch.AGGREGATIONS] = self.variables.aggregations()
+        modes[dispatch.NUM_WORKERS] = self.num_workers
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     def read(self) -> Reading:
@@ -568,7 +546,7 @@ class Job:
         """Give the servers the state that the coordinator's object holds: none, where it holds none."""
         number, held = self._number_of(optimizer), dict(dict.items(optimizer.state))
         by_server: dict[int, dict[ShardKey, StateOfShard]] = defaultdict(dict)
-        for tensor, spec in self._specs_of(optimizer).items():
+        for tensor, spec in self.variables.specs_of(optimizer).items():
             for shard, part in enumerate(split_state(spec, held.get(tensor) or {})):
                 by_server[spec.shards[shard].server][spec.number, shard] = part
         self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
@@ -577,12 +555,12 @@ class Job:
 
     def _keep_state(self, optimizer: Optimizer, *, is_current: bool) -> None:
         """Let ``optimizer.state`` ask the servers; ``is_current``: they have what it holds."""
-        if self.cache.is_on and self._specs_of(optimizer):
+        if self.cache.is_on and self.variables.specs_of(optimizer):
             CoordinatorState.attach(self, optimizer, is_current=is_current)
 
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
         """What the servers have of an optimizer."""
-        return read_state(self.servers, self._number_of(optimizer), self._specs_of(optimizer))
+        return read_state(self.servers, self._number_of(optimizer), self.variables.specs_of(optimizer))
 
     def _push_states(self) -> None:
         """Send what the program has changed in ``optimizer.state`` in place."""
@@ -603,7 +581,7 @@ class Job:
 
     def push_options(self, optimizer: Optimizer) -> None:
         """Give the servers whose steps set them what is in the groups now."""
-        options = [{k: v for k, v in _as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
+        options = [{k: v for k, v in as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
         for server in self._setting_servers(optimizer):
             self.servers.ask("ps.load_optimizer_options", {server: (self._number_of(optimizer), options)})
 
@@ -612,24 +590,10 @@ class Job:
 
     def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
         """Those of an optimizer that the servers step; of another one none."""
-        return {} if self.optimizer_number(optimizer) is None else self._specs_of(optimizer)
+        return {} if self.optimizer_number(optimizer) is None else self.variables.specs_of(optimizer)
 
     def _setting_servers(self, optimizer: Optimizer) -> set[int]:
         """Where steps of an optimizer may set hyperparameters: at most one."""
         if self.kinds.of(optimizer).tier is not Tier.ALL or self.optimizer_number(optimizer) not in self._optimizers:
             return set()
-        return {shard.server for spec in self._specs_of(optimizer).values() for shard in spec.shards}
-
-    def _specs_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
-        found = {}
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                spec = self.variables.spec_of(tensor)
-                if spec is not None:
-                    found[tensor] = spec
-        return found
-
-
-def _as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
-    return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
+        return {shard.server for spec in self.variables.specs_of(optimizer).values() for shard in spec.shards}

@@ -64,16 +64,17 @@ from heapq import heappop, heappush
 from typing import Any
 
 from torchstrat.errors import CommunicationError, FunctionSetAsideError, InvalidArgumentError
-from torchstrat.parameter_server.lost_functions import LostFunctions
 from torchstrat.parameter_server.scheduler_events import (
     Action,
     AllDone,
     AwaitMoment,
+    Batch,
     Cancel,
     Complete,
     Dispatch,
     DispatchHeld,
     DispatchReleased,
+    Durations,
     ErrorTaken,
     Event,
     Fail,
@@ -81,7 +82,9 @@ from torchstrat.parameter_server.scheduler_events import (
     Finished,
     Forget,
     HandedBack,
+    LostFunctions,
     MomentPassed,
+    Process,
     Quiet,
     Recall,
     Release,
@@ -92,8 +95,8 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerJoined,
     WorkerLeaves,
     WorkerLost,
+    takes_functions,
 )
-from torchstrat.parameter_server.scheduler_processes import Batch, Durations, Process, takes_functions
 
 __all__ = ["LARGEST_BATCH", "Scheduler"]
 

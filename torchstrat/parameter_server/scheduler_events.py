@@ -2,10 +2,13 @@
 
 A function is a number, counted by the caller from the scheduler's first one without a gap. A worker is its index in the
 cluster and the incarnation of the process that it is at the moment.
+
+And what the scheduler knows of workers, each process and the batches that it has, and of functions that were lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -232,3 +235,115 @@ class AllDone:
 
 
 Action: TypeAlias = Dispatch | Recall | Complete | Fail | Cancel | Release | Forget | AwaitMoment | Quiet | AllDone
+
+
+class LostFunctions:
+    """Of functions that have no outcome yet: how each was lost, every time, and how often that may be."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, list[str]] = {}
+        self._limits: dict[int, int | None] = {}  # other than `MAX_ATTEMPTS`
+
+    def limit(self, function: int, max_attempts: int | None) -> None:
+        if max_attempts != MAX_ATTEMPTS:
+            self._limits[function] = max_attempts
+
+    def add(self, function: int, how: str) -> None:
+        self._losses.setdefault(function, []).append(how)
+
+    def times(self, function: int) -> int:
+        """How often it was lost; then it may have been begun."""
+        return len(self._losses.get(function, ()))
+
+    def losses(self, function: int) -> tuple[str, ...]:
+        return tuple(self._losses.get(function, ()))
+
+    def is_used_up(self, function: int) -> bool:
+        """Whether it must not be run again."""
+        limit = self._limits.get(function, MAX_ATTEMPTS)
+        return limit is not None and self.times(function) >= limit
+
+    def forget(self, functions: Iterable[int]) -> None:
+        """They have their outcomes."""
+        if self._losses or self._limits:
+            for function in functions:
+                self._losses.pop(function, None)
+                self._limits.pop(function, None)
+
+    def functions(self) -> KeysView[int]:
+        return self._losses.keys()
+
+
+_BATCH_SECONDS = 0.005
+"""How long a worker should take for a batch: much longer than a message takes, much shorter than anybody minds."""
+_REMEMBERED = 16
+"""About how many functions the mean duration is taken over: few, since the first one of a worker imports and unpickles
+for seconds, and batches of one should soon be over."""
+
+
+class Batch:
+    """Functions that were sent together and have no outcome yet, in their order."""
+
+    __slots__ = ("functions", "process")
+
+    def __init__(self, process: Process, functions: Iterable[int]) -> None:
+        self.process = process
+        self.functions = dict.fromkeys(functions)
+
+
+class Process:
+    """One incarnation of a worker, from joining to loss or release."""
+
+    __slots__ = (
+        *("alone", "asked", "batches", "draining", "incarnation", "leaving", "level", "reported", "stalled"),
+        "worker",
+    )
+
+    def __init__(self, worker: int, incarnation: str) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.batches: list[Batch] = []  # in the order in which it runs them
+        self.level: int | None = None  # its place in `Scheduler._free`
+        self.draining = False  # the user removes it
+        self.leaving = False  # it said itself that it leaves
+        self.alone = False  # it runs a function that was lost before
+        self.reported = False  # an outcome since the last moment, or it had nothing to do before
+        self.stalled = False
+        self.asked = False  # to hand back a part, and has neither done so nor reported an outcome since
+
+    @property
+    def count(self) -> int:
+        return sum(len(batch.functions) for batch in self.batches)
+
+    @property
+    def functions(self) -> list[int]:
+        return [function for batch in self.batches for function in batch.functions]
+
+
+class Durations:
+    """How long functions take: of the last ones, since older ones count less and less."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._functions = 0.0
+
+    def learn(self, seconds: float, functions: int) -> None:
+        """So many took so long together."""
+        self.seconds += seconds
+        self._functions += functions
+        if self._functions >= 2 * _REMEMBERED:
+            kept = _REMEMBERED / self._functions
+            self.seconds *= kept
+            self._functions *= kept
+
+    def size_of_batch(self, most: int) -> int:
+        """How many take about `_BATCH_SECONDS`: one, while that is not known."""
+        if not self._functions:
+            return 1
+        if self.seconds * most > _BATCH_SECONDS * self._functions:
+            most = int(_BATCH_SECONDS * self._functions / self.seconds)
+        return max(1, most)
+
+
+def takes_functions(process: Process) -> bool:
+    return not (process.draining or process.leaving or process.stalled)

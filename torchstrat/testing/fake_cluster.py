@@ -24,12 +24,10 @@ from typing import Any
 from torchstrat.cluster_resolver import SimpleClusterResolver
 from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import CommunicationTimeoutError
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.membership import OnJoined, OnLost
 from torchstrat.parameter_server.server.service import VariableServer
-from torchstrat.parameter_server.service import Service
-from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.worker.service import FunctionWorker
+from torchstrat.parameter_server.worker.worker import FunctionWorker
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
 from torchstrat.testing.fake_network import FakeNetwork
 

@@ -38,8 +38,7 @@ from torchstrat.errors import (
     PeerUnavailableError,
     TorchstratError,
 )
-from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.interface import Handler, Peer, Task
 from torchstrat.parameter_server.transport.envelopes import Packed, unpack
 from torchstrat.parameter_server.transport.requests import Answerer, Incoming, Waiting, pack_request, result_of
 

@@ -29,9 +29,9 @@ from typing import Any, Literal, TypeAlias
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server import phases
+from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.membership.task_server import PLAN_VARIABLE
-from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.worker import phases
 
 __all__ = ["Fault", "FaultPlan", "Line", "Phase", "Task", "draw_kills", "follow_plan", "phases"]
 
@@ -50,7 +50,7 @@ Phase: TypeAlias = Literal[
     "between applying a push and its answer",
     "while writing values",
 ]
-"""Moments in the life of a worker, or of a server: the last two. `torchstrat.parameter_server.worker.phases` has a
+"""Moments in the life of a worker, or of a server: the last two. `torchstrat.parameter_server.phases` has a
 constant for each, and says what is so then."""
 
 
@@ -172,7 +172,7 @@ def follow_plan(folder: str, task: Task) -> None:
     _append(path, task, "start", time=process_start())
     phases.observe(_Follower(path, task))
     if task.job == PARAMETER_SERVER and _read_plan(path).get(_WITHOUT_RECORDS):
-        from torchstrat.parameter_server.server.applied import AppliedRecords
+        from torchstrat.parameter_server.server.deduplication import AppliedRecords
 
         AppliedRecords._is_applied = lambda *_: False  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchstrat.data.marks import unmarked
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.leases.order import RowNumbers
-from torchstrat.parameter_server.worker.run import current_worker_index
+from torchstrat.parameter_server.worker.executor import current_worker_index
 
 
 class ReaderBuilder:

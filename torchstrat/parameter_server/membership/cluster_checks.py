@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError
-from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.interface import Task
 
 MAXIMAL_PORT = 65535
 

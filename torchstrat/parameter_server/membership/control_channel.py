@@ -33,8 +33,8 @@ from torchstrat.errors import (
     InvalidArgumentError,
     PeerUnavailableError,
 )
+from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.membership.cluster_checks import split_address
-from torchstrat.parameter_server.tasks import Task
 
 MAXIMAL_FRAME_BYTES = 16 << 20
 CONNECT_SECONDS = 2.0

@@ -57,6 +57,7 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
+from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.membership.cluster_checks import join_address, split_address
 from torchstrat.parameter_server.membership.control_channel import (
     ControlChannel,
@@ -68,7 +69,6 @@ from torchstrat.parameter_server.membership.control_channel import (
     read_exactly,
     shut_down,
 )
-from torchstrat.parameter_server.tasks import Peer, Task
 
 
 @dataclass(frozen=True)

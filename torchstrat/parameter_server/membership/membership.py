@@ -26,7 +26,7 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
 from torchstrat.parameter_server.membership.control_channel import ControlChannel, connect, shut_down
 from torchstrat.parameter_server.membership.handshake import (
@@ -48,7 +48,6 @@ from torchstrat.parameter_server.membership.handshake import (
     say_goodbye,
     shake_hands,
 )
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport.auth import derive_key
 
 logger = logging.getLogger("torchstrat.parameter_server")

@@ -27,7 +27,7 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
 from torchstrat.parameter_server.membership.control_channel import (
     ControlChannel,
@@ -58,8 +58,6 @@ from torchstrat.parameter_server.membership.handshake import (
     say_ready,
     shake_hands,
 )
-from torchstrat.parameter_server.service import Service
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport.auth import derive_key
 
 

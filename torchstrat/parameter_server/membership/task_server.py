@@ -19,21 +19,19 @@ from typing import Any
 from torchstrat import kept_pages
 from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.interface import Endpoint, Service, Task
 from torchstrat.parameter_server.membership.task_host import (
     DEFAULT_DRAIN_TIMEOUT_SECONDS,
     DEFAULT_ORPHAN_TIMEOUT_SECONDS,
     EXIT_FAILED,
     TaskHost,
 )
-from torchstrat.parameter_server.service import Service
-from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.transport.auth import load_secret, new_secret
 from torchstrat.tracebacks import short_tracebacks
 
 _SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[Any, ...]]]] = {
     PARAMETER_SERVER: ("torchstrat.parameter_server.server.service", "VariableServer", lambda task: ()),
-    WORKER: ("torchstrat.parameter_server.worker.service", "FunctionWorker", lambda task: (task.index,)),
+    WORKER: ("torchstrat.parameter_server.worker.worker", "FunctionWorker", lambda task: (task.index,)),
 }
 """Job → module, class, arguments of its constructor."""
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.same_host.channel import (
     ASKED,
     DTYPES,
@@ -28,7 +29,6 @@ from torchstrat.parameter_server.same_host.channel import (
     split_inline,
 )
 from torchstrat.parameter_server.same_host.pool import MappedMemory, Place
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport.envelopes import Packed
 from torchstrat.parameter_server.transport.requests import Incoming
 

@@ -16,6 +16,7 @@ import torch
 
 from torchstrat.collectives.shared_memory.segment import NoRoomError
 from torchstrat.errors import CommunicationError, PeerTimeoutError, PeerUnavailableError
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.same_host.channel import (
     ASKED,
     DTYPE_NUMBERS,
@@ -36,7 +37,6 @@ from torchstrat.parameter_server.same_host.channel import (
     split_inline,
 )
 from torchstrat.parameter_server.same_host.pool import Place, SharedPool
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport.envelopes import Packed
 
 

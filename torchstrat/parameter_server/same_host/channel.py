@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
 from torchstrat.parameter_server.same_host.pool import Place, SharedPool
-from torchstrat.parameter_server.worker import phases
 from torchstrat.tensor_bytes import bytes_of
 
 LARGEST_BYTES = 96 << 10

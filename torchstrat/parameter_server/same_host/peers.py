@@ -28,12 +28,12 @@ from collections.abc import Callable
 
 from torchstrat.collectives.shared_memory.segment import Segment
 from torchstrat.errors import AuthenticationError, CommunicationError
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
 from torchstrat.parameter_server.same_host.callee import Callee, Serve
 from torchstrat.parameter_server.same_host.caller import Caller, Process
 from torchstrat.parameter_server.same_host.channel import Channel
 from torchstrat.parameter_server.same_host.pool import SharedPool
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport.envelopes import Envelopes
 from torchstrat.parameter_server.transport.requests import pack_result, result_of
 

@@ -2,16 +2,13 @@
 
 From the inside out::
 
-    advice.py           what errors say about machines that are too small
-    applied.py          which pushes were applied: exactly once, fencing
-    shard_optimizer.py  the user's own optimizer class, stepping tensors that are handed to it
-    row_optimizer.py    the same on a few rows of a table
-    fast_steps.py       plain SGD, and Adagrad on rows, in a few lines
-    edits.py            changes that no optimizer makes
-    cut.py              what was here at one moment, read while it changes
-    held.py             a variable's shards here, its lock, its optimizers' state; the one way to change them
-    steps.py            one `OptimizerStep` of a push: checked first, then made
-    catalog.py          what is here, as plain data with a digest
-    store.py            all of it together, behind locks
-    service.py          the store's methods as messages
+    deduplication.py      which pushes were applied: exactly once, fencing
+    shard_optimizer.py    the user's own optimizer class, stepping tensors that are handed to it, or rows of a table
+    live_optimizer.py     an optimizer that steps all that is here together
+    snapshot.py           what was here at one moment, read while it changes
+    shards.py             a variable's shards here, its lock, its optimizers' state; the one way to change them
+    optimizer_step.py     one `OptimizerStep` of a push: checked first, then made
+    store.py              all of it together, behind locks
+    checkpoint_shards.py  what is here, written to a checkpoint and read from one
+    service.py            the store's methods as messages
 """

@@ -21,16 +21,17 @@ from torchstrat.checkpoint.pieces import Path, Piece, is_block, shape_goes_by_ro
 from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import AppliedPushes, ShardKey
-from torchstrat.parameter_server.server.cut import Cut, CutRows, FrozenRows
-from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.variables.checkpoint_orders import (
+from torchstrat.parameter_server.messages import (
     AdoptOrder,
+    AppliedPushes,
     ReadOrder,
+    ShardKey,
     StatePiece,
     WriteOrder,
     WriteReport,
 )
+from torchstrat.parameter_server.server.snapshot import Cut, CutRows, FrozenRows
+from torchstrat.parameter_server.server.store import VariableStore
 
 
 class CheckpointShards:

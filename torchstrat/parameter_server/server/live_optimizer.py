@@ -19,9 +19,8 @@ from torchstrat._torch_private import step_without_compiler
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
-from torchstrat.parameter_server.server.held import HeldShards
-from torchstrat.parameter_server.server.packing import Options, check_supported, unpickling
-from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
+from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
+from torchstrat.parameter_server.server.shards import HeldShards
 from torchstrat.parameter_server.variables.module_structure import fixed_attributes
 
 StepsHaveSet = tuple[list[dict[str, Any]], dict[str, Any]]

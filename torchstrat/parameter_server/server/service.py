@@ -13,9 +13,8 @@ import torch
 
 from torchstrat.errors import CommunicationTimeoutError
 from torchstrat.kept_pages import give_back_pages
-from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
+from torchstrat.parameter_server.interface import AnswerMemory, Endpoint, Handler, Peer
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.tasks import Peer
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards

@@ -16,8 +16,8 @@ import torch
 
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
-from torchstrat.parameter_server.applied_parts import AppliedPart, part_of
-from torchstrat.parameter_server.endpoint import FRESH, AnswerCopies, AnswerMemory
+from torchstrat.parameter_server import phases
+from torchstrat.parameter_server.interface import FRESH, AnswerCopies, AnswerMemory
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     AppliedPushes,
@@ -32,19 +32,27 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     StateOfShard,
 )
-from torchstrat.parameter_server.server.accumulators import accumulate, check_accumulation, with_accumulated
-from torchstrat.parameter_server.server.advice import MORE_SERVERS, advice_for_whole
-from torchstrat.parameter_server.server.applied import AppliedRecords
-from torchstrat.parameter_server.server.catalog import describe_variable, make_catalog
-from torchstrat.parameter_server.server.cut import Cut, CutRows, FrozenRows
-from torchstrat.parameter_server.server.edits import apply_edit, check_edit
-from torchstrat.parameter_server.server.growing import add_rows
-from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
+from torchstrat.parameter_server.server.deduplication import AppliedPart, AppliedRecords, part_of
 from torchstrat.parameter_server.server.live_optimizer import StepsHaveSet
-from torchstrat.parameter_server.server.row_optimizer import RowState
-from torchstrat.parameter_server.server.steps import HeldOptimizer
+from torchstrat.parameter_server.server.optimizer_step import (
+    HeldOptimizer,
+    accumulate,
+    add_rows,
+    check_accumulation,
+    with_accumulated,
+)
+from torchstrat.parameter_server.server.shard_optimizer import RowState
+from torchstrat.parameter_server.server.shards import (
+    HeldShards,
+    HeldVariable,
+    apply_edit,
+    check_edit,
+    check_rows,
+    describe_variable,
+    make_catalog,
+)
+from torchstrat.parameter_server.server.snapshot import MORE_SERVERS, Cut, CutRows, FrozenRows, advice_for_whole
 from torchstrat.parameter_server.variables.deferred_init import repeat, replay
-from torchstrat.parameter_server.worker import phases
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Prepared

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from torchstrat.errors import AuthenticationError
-from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.transport.auth import Kind, Opened, Sealer
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

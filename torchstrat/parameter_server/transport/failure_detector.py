@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.interface import Peer
 
 Key = TypeVar("Key", bound=Hashable)
 

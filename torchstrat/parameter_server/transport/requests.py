@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchstrat.errors import CommunicationError, FencedError, NotSendableError, PeerUnavailableError, TorchstratError
-from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory, Handler
-from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.interface import FRESH, AnswerMemory, Handler, Peer
 from torchstrat.parameter_server.transport.envelopes import Packed, pack, unpack
 
 

@@ -41,10 +41,9 @@ import torch
 
 from torchstrat.collectives.shared_memory.segment import NoRoomError
 from torchstrat.errors import CommunicationError, InvalidArgumentError, PeerUnavailableError, TorchstratError
-from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.interface import Handler, Peer, Task
 from torchstrat.parameter_server.same_host.caller import timed_out
 from torchstrat.parameter_server.same_host.peers import Neighbours, why_not
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport.envelopes import REFUSAL, Envelopes, Packed, Received, Request
 from torchstrat.parameter_server.transport.failure_detector import Watching
 from torchstrat.parameter_server.transport.requests import (

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport.envelopes import SELF_TEST
 
 try:

@@ -22,13 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
-from torchstrat.parameter_server.interrupts import held_back
 from torchstrat.parameter_server.messages import InitialOp, NewRows, RepeatedOps, StateOfShard, VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import Moment
 from torchstrat.parameter_server.variables.deferred_init import recipe_by, recipe_of_more
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import seed_of_variable
 from torchstrat.parameter_server.variables.remote_access import VariableEdit
+from torchstrat.parameter_server.waiting import held_back
 from torchstrat.variables import VariableRegistry
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.optimizers import Gradients, Kind, Tier, is_listed, kind_of, kind_of_class
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
-from torchstrat.parameter_server.server.packing import check_supported, parts_of
-from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows
+from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, parts_of, sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, shard_keys
 

@@ -92,6 +92,15 @@ def pieces(spec: VariableSpec, whole: torch.Tensor) -> list[Any]:
     return [whole[shard.start : shard.stop] for shard in spec.shards]
 
 
+def held_bytes(specs: Iterable[VariableSpec], num_servers: int) -> dict[int, int]:
+    """How many bytes of variables each server has."""
+    held = dict.fromkeys(range(num_servers), 0)
+    for spec in specs:
+        for number, shard in enumerate(spec.shards):
+            held[shard.server] += spec.shard_bytes(number)
+    return held
+
+
 class Bonds:
     """Of all variables that there are optimizers of, at one moment.
 

@@ -8,10 +8,11 @@ equal readings mean that nothing has to be done.
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,15 @@ class CapturedVariables:
         number = self._numbers.get(id(tensor))
         # A module may have put another tensor in a buffer's place: the id is then free for anybody's.
         return None if number is None or self.tensor(number) is not tensor else self._specs[number]
+
+    def specs_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
+        """Of the variables among an optimizer's tensors."""
+        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        return {tensor: spec for tensor in tensors if (spec := self.spec_of(tensor)) is not None}
+
+    def numbers_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+        """Of the variables among them."""
+        return (spec.number for tensor in tensors if (spec := self.spec_of(tensor)) is not None)
 
     def spec_of_buffer(self, module: nn.Module, name: str) -> VariableSpec | None:
         number = self._slots.get((id(module), name))
@@ -349,6 +359,11 @@ def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
 
 
 _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers")
+
+
+def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
+    return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
 
 class Reading:

@@ -19,7 +19,8 @@ import torch
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
-from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server import phases
+from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     EditOp,
@@ -31,9 +32,7 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     VariableSpec,
 )
-from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.placement import pieces
-from torchstrat.parameter_server.worker import phases
 
 
 class ServerGroup:

@@ -32,13 +32,14 @@ from torchstrat.checkpoint.items import RemoteSlot, RemoteState
 from torchstrat.checkpoint.optimizer_item import want_of_entry
 from torchstrat.checkpoint.pieces import Path, Piece
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import CutReport, VariableSpec
-from torchstrat.parameter_server.variables.checkpoint_orders import (
+from torchstrat.parameter_server.messages import (
     AdoptOrder,
+    CutReport,
     ReadOrder,
     ShardPiece,
     StateEntry,
     StatePiece,
+    VariableSpec,
     WriteOrder,
     WriteReport,
 )

@@ -2,16 +2,14 @@
 
 ::
 
-    service.py    what it answers: one function at a time, from dispatch to outcome
-    run.py        one execution of a function: its name for the servers, its pushes, what it reached
-    copies.py     this worker's copies of dense variables, and when they are brought up to date
-    pending.py    variables that are not current: the class that brings them, whoever uses them
-    arrivals.py   parameters whose fresh values are on their way, and who has to wait for them
+    worker.py           what it answers: one function at a time, from dispatch to outcome
+    session.py          what the coordinator owns and a function may change for itself
+    executor.py         one execution of a function: its name for the servers, its pushes, its outcome
+    local_variables.py  this worker's copies of dense variables, and when they are brought up to date
+    stand_ins.py        variables that are not current, or on their way: the class that brings them, whoever uses them
     table_parameter.py  what an embedding table is here: no memory; its class brings what PyTorch asks for
-    tables.py     lookups in it: rows are read from the servers, gradients are sparse
-    table_rows.py the rows for lookups, also those that were asked for ahead of them
-    row_gradients.py    those sparse gradients, used as one device's dense ones
-    steps.py      ``optimizer.step()``: one push to each server, which brings fresh values back
-    resources.py  per-worker datasets, iterators and other resources
-    phases.py     named places in the above, for tests that kill a worker there
+    table_rows.py       the rows for lookups, also those that were asked for ahead of them
+    gradients.py        the sparse gradients of these, used as one device's dense ones, and what functions leave
+    push.py             ``optimizer.step()``: one push to each server, which brings fresh values back
+    warm_up.py          what PyTorch imports at an optimizer's first step
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
-from torchstrat.parameter_server.scheduler_processes import takes_functions
+from torchstrat.parameter_server.scheduler_events import takes_functions
 
 
 def check(scheduler: Scheduler) -> None:

@@ -2,6 +2,9 @@
 
 Implementations: `torchstrat.parameter_server.transport.rpc` on torch.distributed.rpc, and the in-memory
 `torchstrat.testing.fake_network`.
+
+Who takes part are tasks, by role and index, and the processes that are them at the moment. A `Service` is what a role
+does, as seen by the process that hosts it: ``ps`` holds variables, ``worker`` runs functions.
 """
 
 from __future__ import annotations
@@ -13,7 +16,39 @@ from typing import Any, Protocol
 
 import torch
 
-from torchstrat.parameter_server.tasks import Peer
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """A place in the cluster: ``job`` is ``chief``, ``worker``, ``ps`` or ``evaluator``."""
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.job} {self.index}"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One process that is, or was, a task. A task that is started again is another peer.
+
+    ``incarnation`` is a random hexadecimal string, fresh at each start; ``url`` is where its messages go; ``pid`` and
+    ``host`` are for error messages.
+    """
+
+    task: Task
+    incarnation: str
+    url: str
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique in the job, made of letters, digits and underscores."""
+        return f"{self.task.job}_{self.task.index}_{self.incarnation}"
+
+    def __str__(self) -> str:
+        return f"{self.task} (pid {self.pid} on {self.host})" if self.host else str(self.task)
 
 
 class AnswerMemory(Protocol):
@@ -153,3 +188,28 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Stop at once, without waiting for anybody. Waiting calls fail. May be called twice."""
+
+
+class Service(Protocol):
+    """One role. The host calls these methods one at a time, from its own thread."""
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """What it answers; asked once, before any coordinator is known."""
+
+    def attach(self, endpoint: Endpoint) -> None:
+        """This process's end of the cluster's messages; called once, before it serves."""
+
+    def status(self) -> Mapping[str, Any]:
+        """Plain data about what it holds, for a coordinator that has just arrived (part of the greeting)."""
+
+    def coordinator_arrived(self, coordinator: Peer) -> None:
+        """A coordinator, the first or a later one, may be called from now on."""
+
+    def coordinator_left(self, *, finished: bool) -> None:
+        """The coordinator said good-bye (``finished``), or was lost and may come back."""
+
+    def drain(self, timeout_seconds: float) -> None:
+        """SIGTERM: finish or hand back what is being worked on, tell the coordinator, return within the time."""
+
+    def close(self) -> None:
+        """The process is about to end."""

@@ -1,28 +1,187 @@
-"""One `OptimizerStep` of a push, on the shards that a server holds: checked first, then made."""
+"""One `OptimizerStep` of a push, on the shards that a server holds: checked first, then made.
+
+Gradients that functions have left under ``no_sync`` are added up here until a step of any function takes them. They
+lie with the variables, behind their locks, as ``.grad`` lies with a parameter: whichever optimizer steps takes them.
+They are in no checkpoint, as ``.grad`` is in none, and one that is restored empties them: they were computed with
+values that are gone.
+
+The two optimizers that tables are trained with most step without making an optimizer. The general way
+(`ShardOptimizer`, and `learn_state` for rows) makes parameters of what is stepped, and an optimizer
+around them. `fast_step_of` is only what remains for `torch.optim.SGD` without momentum, and for rows stepped by
+`torch.optim.Adagrad`: the same operators in the same order, so that the results are the same to the last bit.
+
+`add_rows` makes more rows of the last shard of a table: the rows that are there stay, in other memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
+from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.host_memory import check_fits
 from torchstrat.optimizers import Gradients, Tier, is_listed
-from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
-from torchstrat.parameter_server.server.accumulators import check_gradient
-from torchstrat.parameter_server.server.advice import MORE_SERVERS
-from torchstrat.parameter_server.server.catalog import describe_optimizer
-from torchstrat.parameter_server.server.fast_steps import fast_step_of
-from torchstrat.parameter_server.server.held import HeldShards, check_rows
+from torchstrat.parameter_server.messages import (
+    Accumulation,
+    NewOptimizer,
+    NewRows,
+    OptimizerStep,
+    ShardKey,
+    StateOfShard,
+)
 from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, StepsHaveSet, keep_values
-from torchstrat.parameter_server.server.packing import Options, check_supported, unpack_kind
-from torchstrat.parameter_server.server.row_optimizer import RowState, gather_state, learn_state, scatter_state
-from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows
+from torchstrat.parameter_server.server.shard_optimizer import (
+    Options,
+    RowState,
+    ShardOptimizer,
+    check_supported,
+    gather_state,
+    learn_state,
+    scatter_state,
+    sparse_rows,
+    unpack_kind,
+)
+from torchstrat.parameter_server.server.shards import Gradient, HeldShards, HeldVariable, check_rows, describe_optimizer
+from torchstrat.parameter_server.server.snapshot import MORE_SERVERS
+from torchstrat.parameter_server.variables.deferred_init import replay
 from torchstrat.parameter_server.variables.edits import put_rows
+
+
+def check_accumulation(left: Accumulation, shards: HeldShards) -> None:
+    """Raise for what `accumulate` could not do, before anything has changed."""
+    there = shards.gradients
+    for key, (ids, values) in _gradients_in(left):
+        shard = shards.tensor(key)
+        shape = tuple(shard.shape)
+        if ids is not None:
+            if shard.dim() == 0:
+                raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to add gradients of.")
+            check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
+            shape = (len(ids), *shape[1:])
+        check_gradient(values, shards, key, shape)
+        if ids is None and key not in there:
+            check_fits(values.nbytes, f"gradients of {shards.name(key)} that no_sync has left", MORE_SERVERS)
+
+
+def check_gradient(gradient: object, shards: HeldShards, key: ShardKey, shape: tuple[int, ...]) -> None:
+    dtype = shards.tensor(key).dtype
+    if not isinstance(gradient, torch.Tensor) or gradient.layout != torch.strided or gradient.device.type != "cpu":
+        raise InvalidArgumentError(f"the gradient of {shards.name(key)} must be a dense tensor on the CPU.")
+    if tuple(gradient.shape) != shape or gradient.dtype != dtype:
+        raise InvalidArgumentError(
+            f"the gradient of {shards.name(key)} must be {dtype} of shape {shape}; got {gradient.dtype} of shape "
+            f"{tuple(gradient.shape)}."
+        )
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise InvalidArgumentError(f"{shards.name(key)} is {dtype}, which no optimizer steps.")
+
+
+def accumulate(left: Accumulation, shards: HeldShards) -> None:
+    """Add gradients to those that are here. The sender's memory is lent for this call."""
+    there = shards.gradients
+    for key, gradient in _gradients_in(left):
+        shards.put_gradient(key, _sum(there[key], gradient) if key in there else _copy(gradient))
+
+
+def with_accumulated(step: OptimizerStep, variables: Collection[int], shards: HeldShards) -> OptimizerStep:
+    """The step with what is here of these variables, which are those of its optimizer, added to its gradients. A
+    variable of which it brings none is stepped as well. What is here stays, until `HeldShards.drop_gradients`."""
+    found = {key: gradient for key, gradient in shards.gradients.items() if key[0] in variables}
+    if not found:
+        return step
+    for key, gradient in _gradients_in(step):
+        found[key] = _sum(found[key], gradient) if key in found else gradient
+    dense = tuple((key, values) for key, (ids, values) in found.items() if ids is None)
+    rows = tuple((key, ids, values) for key, (ids, values) in found.items() if ids is not None)
+    return replace(step, dense=dense, rows=rows)
+
+
+def _gradients_in(sent: Accumulation | OptimizerStep) -> Iterator[tuple[ShardKey, Gradient]]:
+    for key, values in sent.dense:
+        yield key, (None, values)
+    for key, ids, rows in sent.rows:
+        yield key, (ids, rows)
+
+
+def _copy(gradient: Gradient) -> Gradient:
+    ids, values = gradient
+    return None if ids is None else ids.clone(), values.clone()
+
+
+def _sum(there: Gradient, more: Gradient) -> Gradient:
+    """In memory of its own. Dense where either is, as PyTorch's own sum of the two."""
+    (old_ids, old), (new_ids, new) = there, more
+    if old_ids is None:
+        return None, old + new if new_ids is None else old.index_add(0, new_ids, new)
+    if new_ids is None:
+        return None, new.index_add(0, old_ids, old)
+    ids, places = torch.unique(torch.cat([old_ids, new_ids]), return_inverse=True)
+    return ids, old.new_zeros(len(ids), *old.shape[1:]).index_add_(0, places, torch.cat([old, new]))
+
+
+FastStep: TypeAlias = Callable[[HeldShards, ShardKey, int, torch.Tensor | None, torch.Tensor, Options], bool]
+"""(shards, which of them, optimizer's number, ids ``(n,)`` sorted and unique, gradient ``(n, …)``, hyperparameters) →
+whether it was done; if not, nothing has changed. Without ids it is a step of the whole shard."""
+
+
+def fast_step_of(cls: type[torch.optim.Optimizer]) -> FastStep | None:
+    """For this very class; one derived from it may do anything."""
+    return _FAST.get(cls)
+
+
+def _sgd(
+    shards: HeldShards,
+    key: ShardKey,
+    optimizer: int,
+    ids: torch.Tensor | None,
+    gradient: torch.Tensor,
+    options: Options,
+) -> bool:
+    if options.get("momentum", 0) != 0 or not _is_plain(options, gradient):
+        return False
+    values = shards.changing(key, ids)
+    if ids is None:
+        values.add_(gradient, alpha=-options["lr"])
+    else:
+        put_rows(values, ids, values.index_select(0, ids).add_(gradient, alpha=-options["lr"]))
+    return True
+
+
+def _adagrad(
+    shards: HeldShards,
+    key: ShardKey,
+    optimizer: int,
+    ids: torch.Tensor | None,
+    gradient: torch.Tensor,
+    options: Options,
+) -> bool:
+    known = shards.state(key, optimizer)
+    if ids is None or known is None or not _is_plain(options, gradient):
+        return False  # the first step makes the state, and large shards are stepped in blocks
+    table = shards.changing(key, ids)
+    state = shards.changing_state(key, optimizer, ids, ("sum",))
+    assert state is not None
+    state["step"] += 1
+    rate = options["lr"] / (1 + (float(state["step"]) - 1) * options["lr_decay"])
+    sums = state["sum"].index_select(0, ids).addcmul_(gradient, gradient, value=1)
+    put_rows(state["sum"], ids, sums)
+    rows = table.index_select(0, ids).addcdiv_(gradient, sums.sqrt_().add_(options["eps"]), value=-rate)
+    put_rows(table, ids, rows)
+    return True
+
+
+def _is_plain(options: Options, gradient: torch.Tensor) -> bool:
+    """Without what makes other operators of it; ``fused`` rounds differently."""
+    usual = not any(options.get(name) for name in ("weight_decay", "maximize", "fused"))
+    return usual and isinstance(options["lr"], float) and not gradient.is_complex()
+
+
+_FAST: dict[type[torch.optim.Optimizer], FastStep] = {torch.optim.SGD: _sgd, torch.optim.Adagrad: _adagrad}
 
 
 class HeldOptimizer:
@@ -286,3 +445,60 @@ def _without_gradient(state: StateOfShard, parameter: torch.Tensor) -> StateOfSh
             if is_plain and value.untyped_storage().data_ptr() == lent:
                 state[name] = value.clone()
     return state
+
+
+def add_rows(
+    new: NewRows,
+    key: ShardKey,
+    variable: HeldVariable,
+    shards: HeldShards,
+    optimizer_of: Callable[[int], HeldOptimizer],
+) -> None:
+    """Behind the rows of shard ``key``, and to what optimizers keep of each row. Changes all of it or, where it raises,
+    nothing."""
+    table, spec = shards.tensor(key), new.spec
+    first, count = variable.spec.shape[0], spec.shape[0] - variable.spec.shape[0]
+    by_rows = {
+        slot: [name for name, value in state.items() if _goes_by_rows(value, table)]
+        for slot, state in variable.states.items()
+        if slot[1] == key[1]
+    }
+    held = [table, *(variable.states[slot][name] for slot, names in by_rows.items() for name in names)]
+    needed = sum(one.nbytes // max(len(one), 1) * (len(one) + count) for one in held)
+    check_fits(needed, f"{count:,} more rows of {shards.name(key)}, and those that it has, in one piece", MORE_SERVERS)
+    added = new.value
+    if added is None:
+        added = replay(new.recipe, (count, *spec.shape[1:]), spec.dtype, new.seed, first, spec.shape[0], spec.name)
+    states = {
+        slot: dict(_with_rows(variable.states[slot], names, key, added, shards, optimizer_of(slot[0])))
+        for slot, names in by_rows.items()
+    }
+    shards.replace(key, torch.cat([table, added]), states)
+    ids, gradient = shards.gradients.get(key, (None, None))
+    if ids is None and gradient is not None:  # left under no_sync, of the whole table
+        shards.put_gradient(key, (None, torch.cat([gradient, torch.zeros_like(added)])))
+
+
+def _goes_by_rows(value: object, table: torch.Tensor) -> bool:
+    return goes_by_rows(value, table.shape[0], tuple(table.shape))
+
+
+def _with_rows(
+    state: StateOfShard,
+    names: list[str],
+    key: ShardKey,
+    added: torch.Tensor,
+    shards: HeldShards,
+    optimizer: HeldOptimizer,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    learned = dict(shards.row_state(key, optimizer.number) or {})
+    if not learned.keys() >= set(names):
+        group = next(number for number, variables in enumerate(optimizer.groups) if key[0] in variables)
+        learned = {**optimizer.untouched_state(group, shards.tensor(key)), **learned}
+    for name in names:
+        if name not in learned:
+            raise UnsupportedError(
+                f"{shards.name(key)} gets no more rows: what state[{name!r}] of {optimizer.name} is for a row that no "
+                "step has touched cannot be told. Make the larger table in a new program, and restore a checkpoint."
+            )
+        yield name, torch.cat([state[name], learned[name].allocate(added)])

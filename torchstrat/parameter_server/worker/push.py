@@ -3,6 +3,8 @@ while the next function runs.
 
 The user's call goes through PyTorch's global step hook, so gradient scalers, clipping and user hooks around it work as
 they do anywhere; the optimizer itself steps a stand-in without parameters.
+
+Parameters that a scheduled function gives modules of the coordinator are refused, since nobody else has them.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import DisableTorchFunction, before_step, number_hooks_apart
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizers import be_idle, is_listed, make_stand_in
-from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import (
     Accumulation,
     OptimizerStep,
@@ -35,12 +38,53 @@ from torchstrat.parameter_server.messages import (
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import VariableAccess, edits_by_server
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.left_gradients import LeftGradients
-from torchstrat.parameter_server.worker.made_parameters import notice_parameters
-from torchstrat.parameter_server.worker.row_gradients import rows_of
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, be_told_no_more, be_told_of_arrays
+from torchstrat.parameter_server.worker import warm_up
+from torchstrat.parameter_server.worker.gradients import LeftGradients, rows_of
+from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, be_told_no_more, be_told_of_arrays
 from torchstrat.replicas.optimizer_step import LastHooks, closure_of
+
+
+class _MadeHere(threading.local):
+    noted: list[tuple[nn.Module, str]] | None = None
+
+
+_made_here = _MadeHere()
+
+
+def notice_parameters() -> Any:
+    """Have PyTorch tell of parameters that modules are given, until the handle is removed."""
+    return register_module_parameter_registration_hook(_note)
+
+
+def _note(module: nn.Module, name: str, parameter: Any) -> None:
+    if _made_here.noted is not None and parameter is not None:
+        _made_here.noted.append((module, name))
+
+
+class MadeParameters:
+    """``with``: around one function, on its thread. ``is_captured``: whether a module is one of the coordinator's;
+    ``is_variable``: whether a tensor is one of the job's."""
+
+    def __init__(self, is_captured: Callable[[Any], bool], is_variable: Callable[[torch.Tensor], bool]) -> None:
+        self._is_captured, self._is_variable = is_captured, is_variable
+
+    def __enter__(self) -> None:
+        _made_here.noted = []
+
+    def __exit__(self, *_: Any) -> None:
+        _made_here.noted = None
+
+    def check(self) -> None:
+        """Raise `UnsupportedError` for those that are still there."""
+        for module, name in _made_here.noted or ():
+            parameter = module._parameters.get(name)
+            if parameter is not None and self._is_captured(module) and not self._is_variable(parameter):
+                raise UnsupportedError(
+                    f"a scheduled function has made a parameter, {name!r} of a {type(module).__name__}. It is this "
+                    "worker's alone: no server has it, and no other worker. Make it on the coordinator, within "
+                    "`with strategy.scope():`, for example by calling the module there once."
+                )
 
 
 class _Here(threading.local):

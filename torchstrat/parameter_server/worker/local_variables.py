@@ -19,14 +19,48 @@ from torchstrat.errors import CommunicationError, InvalidArgumentError, Unsuppor
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import grow_gradient
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome, VariableAccess, VariableEdit
-from torchstrat.parameter_server.worker.arrivals import Arrivals, hears_of_compilations, worth_waiting_for
-from torchstrat.parameter_server.worker.buffer_edits import BufferEdits
-from torchstrat.parameter_server.worker.pending import Bringer, refuse_in_a_fork, resume, suspend
-from torchstrat.parameter_server.worker.table_parameter import TableParameter
-from torchstrat.parameter_server.worker.tables import TableLookups
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, watch_arrays_over
+from torchstrat.parameter_server.worker.stand_ins import (
+    Arrivals,
+    Bringer,
+    WatchedParameter,
+    hears_of_compilations,
+    refuse_in_a_fork,
+    resume,
+    suspend,
+    watch_arrays_over,
+    worth_waiting_for,
+)
+from torchstrat.parameter_server.worker.table_parameter import TableLookups, TableParameter
+from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas.buffer_rules import is_statistic
 from torchstrat.tensor_bytes import is_same
+
+
+class BufferEdits:
+    """The rule by which changes of several workers come together. ``aggregations``: by variable, what the program has
+    set (`StrategyExtended.set_aggregation`). ``is_shared``: whether there are other workers.
+
+    Integral buffers, and those that are set to be sums, go as differences, so that every worker's changes count.
+    Others go as they are. Where another worker has changed one meanwhile, the difference is added to running statistics
+    of `torch.nn`; of any other the last value stays, and servers note a conflict, unless the program has set that.
+    """
+
+    def __init__(self) -> None:
+        self.aggregations: Mapping[int, VariableAggregation] = {}
+        self.is_shared = False
+
+    def edit_of(
+        self, spec: VariableSpec, current: torch.Tensor, reference: torch.Tensor, *, is_statistic: bool
+    ) -> VariableEdit:
+        """``reference``: its value when it was read."""
+        aggregation = self.aggregations.get(spec.number)
+        is_inexact = current.is_floating_point() or current.is_complex()
+        if current.dtype != torch.bool and (aggregation is VariableAggregation.SUM or not is_inexact):
+            return VariableEdit(spec, "add", current - reference)
+        if not self.is_shared or aggregation is not None:
+            return VariableEdit(spec, "assign", current)
+        return VariableEdit(spec, "move" if is_statistic and is_inexact else "assign", current, None, reference)
+
 
 _LARGE_BYTES = 64 << 20
 
@@ -250,7 +284,7 @@ class Copies:
         specs: Sequence[VariableSpec],
         ask: Callable[[Sequence[VariableSpec], Sequence[torch.Tensor]], ValuesToCome],
     ) -> None:
-        """Bring the values of these variables, by one call of each server. Some may arrive late: see `arrivals`.
+        """Bring the values of these variables, by one call of each server. Some may arrive late: see `stand_ins`.
 
         ``ask(specs, places)`` asks for them, in the order in which they are to come. ``places``: where the servers may
         write them, whole and on the CPU: the parameters themselves, or something that is then stored. If this raises, a
@@ -393,7 +427,7 @@ class Copies:
     def take_edits(self) -> list[VariableEdit]:
         """What the function itself has changed since the values were read, to be told to the servers.
 
-        Parameters as they are now, buffers as `buffer_edits` says. Of tables those that are here as a whole.
+        Parameters as they are now, buffers as `BufferEdits` says. Of tables those that are here as a whole.
         """
         self._notice_replaced_buffers()
         numbers = self.reached

@@ -1,22 +1,61 @@
 """A variable as one server holds it: its shards, their state, and the lock that both are behind.
 
 `HeldShards` is the one way to change any of it. While a checkpoint is being written, it first saves what the checkpoint
-still needs; see `torchstrat.parameter_server.server.cut`.
+still needs; see `torchstrat.parameter_server.server.snapshot`.
+
+What a server holds is described as plain data with a digest: a coordinator that is started again compares it with its
+own. Changes that no optimizer makes are a variable's ``assign*`` and ``scatter_*``, and modules' buffers: `check_edit`
+raises for whatever `apply_edit` could not do, so that a push is applied whole or not at all.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
-from torchstrat.parameter_server.server.cut import Cut, VariableCut
-from torchstrat.parameter_server.server.row_optimizer import RowState
+from torchstrat.parameter_server.messages import EditOp, ShardEdit, ShardKey, StateOfShard, VariableSpec
+from torchstrat.parameter_server.server.shard_optimizer import RowState
+from torchstrat.parameter_server.server.snapshot import Cut, VariableCut
+from torchstrat.parameter_server.variables import edits
+from torchstrat.tensor_bytes import is_same
+
+
+def describe_variable(spec: VariableSpec, held_shards: Iterable[int]) -> dict[str, Any]:
+    """``held_shards``: the numbers of the shards on the server that the catalog is of."""
+    return {
+        "number": spec.number,
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": str(spec.dtype),
+        "kind": spec.kind,
+        "shards": [[shard.server, shard.start, shard.stop] for shard in spec.shards],
+        "requires_grad": spec.requires_grad,
+        "by_rows": spec.by_rows,
+        "held": sorted(held_shards),
+    }
+
+
+def describe_optimizer(number: int, name: str, groups: Sequence[Sequence[int]], rows_only: bool) -> dict[str, Any]:
+    """``name``: module and class. Hyperparameters are no part of it: they come with every step."""
+    return {"number": number, "class": name, "groups": [list(group) for group in groups], "rows_only": rows_only}
+
+
+def make_catalog(variables: Iterable[dict[str, Any]], optimizers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """``{"variables", "optimizers", "digest"}``; equal contents have equal digests, in any process."""
+    content: dict[str, Any] = {
+        "variables": sorted(variables, key=lambda described: described["number"]),
+        "optimizers": sorted(optimizers, key=lambda described: described["number"]),
+    }
+    packed = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, "digest": hashlib.sha256(packed.encode()).hexdigest()}
+
 
 Gradient = tuple[torch.Tensor | None, torch.Tensor]
 """Of a shard: (ids ``(n,)`` int64, sorted and unique; rows ``(n, …)``), or (None, of the whole shard)."""
@@ -242,3 +281,66 @@ def check_rows(ids: torch.Tensor, rows: int, name: str, *, sorted_and_unique: bo
         raise InvalidArgumentError(
             f"row ids of {name} must be in [0, {rows}); got ids from {low} to {high}. Ids are local to the shard."
         )
+
+
+_OPS = get_args(EditOp)
+
+
+def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
+    shard, name = shards.tensor(edit.key), shards.name(edit.key)
+    if edit.op not in _OPS:
+        raise InvalidArgumentError(f"{edit.op!r} is no edit of {name}; there are {', '.join(_OPS)}.")
+    if (
+        not isinstance(edit.value, torch.Tensor)
+        or edit.value.layout != torch.strided
+        or edit.value.device.type != "cpu"
+    ):
+        raise InvalidArgumentError(f"the value of an edit of {name} must be a dense tensor on the CPU.")
+    if not torch.can_cast(edit.value.dtype, shard.dtype):
+        raise InvalidArgumentError(f"{name} is {shard.dtype}; {edit.op} with {edit.value.dtype} would lose its value.")
+    if edit.base is not None and (edit.base.shape != shard.shape or edit.rows is not None):
+        raise InvalidArgumentError(f"{edit.op} of {name}: a base has to be of the whole shard, {tuple(shard.shape)}.")
+    if shard.dtype == torch.bool and edit.op != "assign":
+        raise InvalidArgumentError(f"{name} is {shard.dtype}, which can only be assigned; got {edit.op}.")
+    if shard.is_complex() and edit.op in ("min", "max"):
+        raise InvalidArgumentError(f"{name} is {shard.dtype}, which has no order; got {edit.op}.")
+    if edit.rows is None:
+        target = tuple(shard.shape)
+    else:
+        if shard.dim() == 0:
+            raise InvalidArgumentError(f"{name} is a scalar and has no rows to {edit.op}.")
+        check_rows(edit.rows, shard.shape[0], name, sorted_and_unique=False)
+        target = (edit.rows.shape[0], *shard.shape[1:])
+    try:
+        fits = torch.broadcast_shapes(edit.value.shape, target) == target
+    except RuntimeError:
+        fits = False
+    if not fits or (edit.rows is not None and tuple(edit.value.shape) != target):
+        how = "broadcast to" if edit.rows is None else "have"
+        raise InvalidArgumentError(
+            f"{edit.op} of {name}: the value has shape {tuple(edit.value.shape)}, but must {how} {target}."
+        )
+
+
+def apply_edit(edit: ShardEdit, shards: HeldShards) -> bool:
+    """Whether there was no conflict: with what another writer has changed meanwhile."""
+    op, value = edit.op, edit.value.to(shards.tensor(edit.key).dtype)
+    if shards.writer and op == "assign" and edit.rows is None and shards.is_parameter(edit.key):
+        return _write_parameter(edit.key, value, shards)
+    shard = shards.changing(edit.key, edit.rows)
+    is_untouched = edit.base is None or is_same(edit.base, shard)
+    if op == "move":
+        op, value = ("assign", value) if is_untouched or edit.base is None else ("add", value - edit.base)
+        is_untouched = True
+    edits.apply_edit(shard, op, value, edit.rows)
+    return is_untouched
+
+
+def _write_parameter(key: ShardKey, value: torch.Tensor, shards: HeldShards) -> bool:
+    """A function has written to a parameter by hand, or at least counted as if: see `apply_edit`."""
+    is_fine = is_same(value, shards.tensor(key))
+    if not is_fine:
+        is_fine = shards.is_known(key)
+        shards.changing(key).copy_(value)
+    shards.give(key, shards.writer)  # it has what it has written
+    return is_fine

@@ -5,23 +5,27 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
 from torchstrat.devices import local_devices, torch_device
 from torchstrat.errors import (
     CommunicationError,
+    ContextError,
     FencedError,
     FunctionError,
     ParameterServerUnavailable,
     PeerUnavailableError,
     TorchstratError,
 )
+from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
     PLAIN_RESULTS,
@@ -33,25 +37,172 @@ from torchstrat.parameter_server.dispatch import (
     Recalled,
     Recent,
     Report,
+    Resources,
     ServerGone,
 )
-from torchstrat.parameter_server.endpoint import Endpoint, Handler
-from torchstrat.parameter_server.per_worker import numbers_of
+from torchstrat.parameter_server.interface import Endpoint, Handler, Peer
+from torchstrat.parameter_server.remote_value import numbers_of
 from torchstrat.parameter_server.serialization.functions import Packed, pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
-from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
-from torchstrat.parameter_server.worker import phases
-from torchstrat.parameter_server.worker.batch_queue import BatchQueue
-from torchstrat.parameter_server.worker.coordinator_here import CoordinatorHere
-from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.function_thread import FunctionThread
-from torchstrat.parameter_server.worker.left_gradients import LeftGradients
-from torchstrat.parameter_server.worker.outcomes import Outcomes
-from torchstrat.parameter_server.worker.resources import Resources
-from torchstrat.parameter_server.worker.run import Executor, FunctionRun, current_run
-from torchstrat.parameter_server.worker.settings import Settings
-from torchstrat.parameter_server.worker.steps import StepHook
+from torchstrat.parameter_server.worker.executor import (
+    Executor,
+    FunctionRun,
+    Outcomes,
+    current_run,
+    current_worker_index,
+)
+from torchstrat.parameter_server.worker.gradients import LeftGradients
+from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.push import StepHook
+from torchstrat.parameter_server.worker.session import Settings
+
+
+class BatchQueue:
+    """Between the thread that runs functions and those on which recalls arrive. For one coordinator.
+
+    A recall names functions by their batch, since a function may come back in a later one, and it may overtake a batch
+    that it names: what is recalled of a batch that has not begun is promised, and left out when that begins.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+        """The number of the batch that is to be run next."""
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._waiting: dict[int, None] = {}  # of the batch that runs: what has not begun
+        self._promised: dict[int, set[int]] = {}  # of later batches, by their numbers
+
+    def begin(self, functions: Iterable[int]) -> None:
+        """The next batch begins."""
+        with self._lock:
+            self._is_running = True
+            promised = self._promised.pop(self.next, ())
+            self._waiting = {function: None for function in functions if function not in promised}
+
+    def take(self, function: int) -> bool:
+        """Whether to run it now. From then on it cannot be recalled."""
+        return self._waiting.pop(function, False) is None  # one step, which needs no lock
+
+    def take_rest(self) -> tuple[int, ...]:
+        """What has not begun; it will not be run."""
+        return tuple(function for function in list(self._waiting) if self.take(function))
+
+    def end(self) -> None:
+        """The batch is over."""
+        with self._lock:
+            self._is_running = False
+            self.next += 1
+
+    def recall(self, recalled: Recalled) -> tuple[int, ...]:
+        """Those of the functions that have not begun, and will not be run; each is given once."""
+        given: list[int] = []
+        with self._lock:
+            for number, functions in recalled:
+                if number == self.next and self._is_running:
+                    given += [function for function in functions if self.take(function)]
+                elif number >= self.next:
+                    promised = self._promised.setdefault(number, set())
+                    given += [function for function in functions if function not in promised]
+                    promised.update(functions)
+        return tuple(given)
+
+
+_Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class FunctionThread(concurrent.futures.Executor):
+    """Runs what is submitted, in this order, on one thread that starts with the first of it.
+
+    Unlike `ThreadPoolExecutor` it can run the next work *within* the present one, for work that arrived too early.
+    Python waits for the thread at its end, so `shutdown` has to be called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Raises `RuntimeError` after `shutdown`."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name} has been shut down")
+            self._works.put((future, fn, args, kwargs))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name)
+                self._thread.start()
+        return future
+
+    def run_next(self) -> bool:
+        """In submitted work: wait for the next one and run it. False if there will be none, since this is the end."""
+        work = self._works.get()
+        if work is None:
+            self._works.put(None)  # for the loop, or a run_next further out
+            return False
+        future, fn, args, kwargs = work
+        if future.set_running_or_notify_cancel():
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # the work's, whatever it is; the thread is not its to end
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        return True
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if cancel_futures:
+                    self._cancel_all()
+                self._works.put(None)
+            thread = self._thread
+        if wait and thread is not None:
+            thread.join()
+
+    def _cancel_all(self) -> None:
+        while True:
+            try:
+                work = self._works.get_nowait()
+            except queue.Empty:
+                return
+            if work is not None:
+                work[0].cancel()
+                work[0].set_running_or_notify_cancel()
+
+    def _loop(self) -> None:
+        while self.run_next():
+            pass
+
+
+class CoordinatorHere:
+    """On a worker, a coordinator knows which worker this is, and of how many. Scheduling is done where the program
+    runs."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.workers = 0
+
+    def num_workers(self) -> int:
+        return self.workers
+
+    def get_current_worker_index(self) -> int:
+        return current_worker_index()
+
+    experimental_get_current_worker_index = get_current_worker_index
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ContextError(
+            f"a scheduled function used coordinator.{name}; on a worker there are only get_current_worker_index() "
+            "and num_workers(). Functions do not schedule functions: return what the coordinator needs to go on."
+        )
+
 
 SERVER_TIMEOUT_SECONDS = 60.0
 _ARRIVAL_POLL_SECONDS = 0.01

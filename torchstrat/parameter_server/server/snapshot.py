@@ -20,7 +20,17 @@ import torch
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.messages import AppliedPushes, CutReport, StateOfShard
-from torchstrat.parameter_server.server.advice import MORE_SERVERS
+
+MORE_SERVERS = "Use more parameter servers with a variable_partitioner, or machines with more memory."
+
+
+def advice_for_whole(optimizer: str) -> str:
+    """For a variable that is not cut because of an optimizer of that class."""
+    return (
+        f"{optimizer} steps it, and may look at all of it, so it is on one server, whole. If {optimizer} treats each "
+        f"element by itself, say so: ParameterServerStrategy(…, elementwise_optimizers=[{optimizer}])."
+    )
+
 
 _CHECKED_BYTES = 16 << 20
 """Copies of this size and more are made after a look at what memory is left."""

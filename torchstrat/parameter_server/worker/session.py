@@ -1,5 +1,6 @@
 """What the coordinator owns and a function may change for itself: modes, `requires_grad`, hyperparameters, plain
-attributes, the default dtype. And what PyTorch keeps for a thread: gradient mode, autocast, the default device."""
+attributes, the default dtype. And what PyTorch keeps for a thread: gradient mode, autocast, the default device.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
-from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.replicas.thread_state import leave_plain
 
 

@@ -1,0 +1,439 @@
+"""What the coordinator has sent to one process of a worker, and the batches made of what is new to it.
+
+`WorkerCalls` are the dispatcher's calls to workers, and what they answer and report, as news for the scheduler. Without
+the dispatcher's lock: what comes back is on a thread of the transport, or on the caller's if it failed at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.cluster_spec import PARAMETER_SERVER
+from torchstrat.errors import (
+    CommunicationError,
+    InvalidArgumentError,
+    NotSendableError,
+    ParameterServerUnavailable,
+    WrongTypeError,
+)
+from torchstrat.parameter_server.dispatch import (
+    KEPT_CODES,
+    Arguments,
+    Batch,
+    Modes,
+    Options,
+    Recalled,
+    Recent,
+    Report,
+    ServerGone,
+)
+from torchstrat.parameter_server.interface import Peer, Task
+from torchstrat.parameter_server.job import Job
+from torchstrat.parameter_server.leases.dataset import LeasedDataset
+from torchstrat.parameter_server.leases.lease import Lease
+from torchstrat.parameter_server.remote_value import PerWorkerIterator, PerWorkerValues, RemoteValue, numbers_of
+from torchstrat.parameter_server.scheduler_events import (
+    MAX_ATTEMPTS,
+    Event,
+    Failed,
+    Finished,
+    HandedBack,
+    WorkerLeaves,
+    WorkerLost,
+)
+from torchstrat.parameter_server.serialization.functions import Packed, unpack_exception
+from torchstrat.parameter_server.transport.envelopes import pack
+from torchstrat.reachable import HELPER_TYPES
+from torchstrat.variable.variable import Variable
+from torchstrat.variables import VariableRegistry
+
+
+@dataclass(slots=True)
+class Work:
+    """One scheduled function, as it will be sent."""
+
+    code: bytes
+    packed_code: Packed
+    arguments: Packed
+    options: Options
+    modes: Modes
+    seed: int
+    value: RemoteValue[Any]
+    leases: tuple[Lease, ...] = ()
+    max_attempts: int | None = MAX_ATTEMPTS
+    timeout_seconds: float | None = None
+
+
+class KnownWorker:
+    """One incarnation of a worker. For the dispatcher, with its lock."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.version = 0
+        """Of the catalog of captured objects."""
+        self.stops = 0
+        """How often it has stopped at a function that did not return, as far as its reports are here."""
+        self.left: tuple[int, ...] = ()
+        """Parameters of which it holds gradients that no step has used, as far as its reports are here."""
+        self.waiting: list[Batch] = []
+        """For the answer to `telling`, before they are sent: a worker can bring two batches into order, not three."""
+        self.telling: int | None = None
+        """The number of a batch without functions that has no answer yet."""
+        self._gone: list[Any] = []  # that it has not been told of
+        self._next_number = 0
+        self._open: dict[int, tuple[int, ...]] = {}  # batches without an answer: number → functions
+        self._codes = Recent(KEPT_CODES)
+        self._resources: set[int] = set()
+        self._options: Options | None = None
+        self._modes: Modes | None = None
+        self._servers: Mapping[int, Peer] | None = None
+
+    def batch(
+        self,
+        works: Mapping[int, Work],
+        functions: tuple[int, ...],
+        *,
+        rested: bool,
+        increments: tuple[Any, ...],
+        resources: Any,
+        servers: Mapping[int, Peer],
+        is_shared: bool,
+        left_elsewhere: tuple[int, ...],
+        accumulates: bool,
+        is_repeated: bool,
+    ) -> Batch:
+        """The next message: ``functions`` of ``works``, with what this worker does not have yet.
+
+        ``resources``: numbers of per-worker values → the specs needed for them, those of their sources first.
+        """
+        codes: dict[bytes, tuple[int, Packed]] = {}
+        settings: list[tuple[int, Options | None, Modes | None]] = []
+        per_worker: set[int] = set()
+        entries: list[tuple[int, int, Arguments, int]] = []
+        for place, function in enumerate(functions):
+            work = works[function]
+            index = codes.get(work.code)
+            if index is None:
+                index = codes[work.code] = (len(codes), work.packed_code)
+                _collect_per_worker(work.packed_code, per_worker)
+            if work.options is not self._options or work.modes is not self._modes:
+                self._set(place, work.options, work.modes, settings)
+            packed = work.arguments
+            arguments: Arguments = packed.blob
+            if packed.tokens or packed.tensors:
+                _collect_per_worker(packed, per_worker)
+                arguments = packed.blob, packed.tensors, packed.buffers, packed.tokens
+            entries.append((function, index[0], arguments, work.seed))
+        gone, self._gone = tuple(self._gone), []
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._open[number] = functions
+        return Batch(
+            number,
+            self.stops,
+            rested,
+            tuple(entries),
+            tuple(self._new_code(digest, packed) for digest, (_, packed) in codes.items()),
+            tuple(settings),
+            increments,
+            self._new_resources(resources(per_worker)) if per_worker else (),
+            self._new_servers(servers),
+            is_shared,
+            left_elsewhere,
+            accumulates,
+            gone,
+            is_repeated,
+        )
+
+    def release(self, tokens: Collection[Any]) -> None:
+        """The program has dropped these: the next batch tells of it."""
+        self._gone += tokens
+        self._codes.drop(lambda named: not named.isdisjoint(tokens))
+        self._resources.difference_update(numbers_of(tokens))
+
+    @property
+    def is_to_be_told(self) -> bool:
+        return bool(self._gone)
+
+    def has_been_told(self, number: int) -> list[Batch]:
+        """A batch is over: those that waited for it."""
+        if number != self.telling:
+            return []
+        waiting, self.waiting, self.telling = self.waiting, [], None
+        return waiting
+
+    def answered(self, number: int) -> tuple[int, ...]:
+        """A batch is over; its functions."""
+        return self._open.pop(number, ())
+
+    def recalled(self, functions: tuple[int, ...]) -> Recalled:
+        """What to ask it for, to get these back."""
+        wanted = frozenset(functions)
+        asked = ((number, tuple(wanted.intersection(sent))) for number, sent in self._open.items())
+        return tuple((number, found) for number, found in asked if found)
+
+    def _set(
+        self, place: int, options: Options, modes: Modes, settings: list[tuple[int, Options | None, Modes | None]]
+    ) -> None:
+        new_options = None if self._options == options else options
+        new_modes = None if self._modes == modes else modes
+        self._options, self._modes = options, modes  # equal ones too: the next may be the same objects
+        if new_options is not None or new_modes is not None:
+            settings.append((place, new_options, new_modes))
+
+    def _new_code(self, digest: bytes, packed: Packed) -> tuple[bytes, Packed | None]:
+        if digest in self._codes:
+            self._codes.use(digest)
+            return digest, None
+        self._codes.add(digest, packed.tokens)
+        return digest, packed
+
+    def _new_resources(self, needed: Any) -> tuple[Any, ...]:
+        new = tuple(spec for spec in needed if spec.number not in self._resources)
+        self._resources.update(spec.number for spec in new)
+        return new
+
+    def _new_servers(self, servers: Mapping[int, Peer]) -> Mapping[int, Peer] | None:
+        if self._servers == servers:
+            return None
+        self._servers = servers
+        return servers
+
+
+def _collect_per_worker(packed: Packed, numbers: set[int]) -> None:
+    if packed.tokens:
+        numbers.update(numbers_of(packed.tokens))
+
+
+def without_unsendable(batch: Batch, error: BaseException) -> tuple[Batch, dict[int, BaseException]]:
+    """What can be sent of a batch that could not: the batch, and the errors of the functions that are left out.
+
+    All are, where the fault is not in the arguments of some; the batch's number has to reach the worker even so.
+    """
+    faults: dict[int, BaseException] = {}
+    for function, _, arguments, _ in batch.functions:
+        try:
+            pack(arguments)
+        except Exception as fault:
+            faults[function] = NotSendableError(f"the arguments of function {function} cannot be sent: {fault}")
+            faults[function].__cause__ = fault
+    functions = tuple(
+        (function, code, None if function in faults else arguments, seed)
+        for function, code, arguments, seed in batch.functions
+    )
+    rest = batch._replace(functions=functions)
+    try:
+        pack(rest)
+    except Exception:
+        nothing = Batch(batch.number, batch.stops, batch.rested, (), gone=batch.gone)
+        return nothing, {function: faults.get(function, error) for function, *_ in functions}
+    return rest, faults
+
+
+_UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
+
+
+@dataclass(slots=True)
+class News:
+    """Events of one report, which belong together, and the results of the functions that finished, opened."""
+
+    incarnation: str
+    events: list[Event]
+    results: Sequence[Any] = ()
+    report: Report | None = None
+
+
+class WorkerCalls:
+    """Thread-safe.
+
+    Args:
+        unpack: opens what a worker returned.
+        is_over: told of a batch that was answered, or will not be; gives its functions.
+        take: takes in news.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        unpack: Callable[[Any], Any],
+        is_over: Callable[[KnownWorker, int], tuple[int, ...]],
+        take: Callable[[News], None],
+    ) -> None:
+        self._job, self._unpack = job, unpack
+        self._is_over, self._take = is_over, take
+        self.is_closed = False
+
+    def send_batch(self, known: KnownWorker, batch: Batch) -> None:
+        future = self._call(known.peer, "worker.run", batch)
+        error = future.exception() if future.done() else None
+        if isinstance(error, NotSendableError) and not hasattr(error, "__notes__"):  # not told by the worker
+            rest, faults = without_unsendable(batch, error)
+            self._tell(known.peer, [Failed(*_names(known.peer), *fault) for fault in faults.items()])
+            future = self._call(known.peer, "worker.run", rest)
+        future.add_done_callback(partial(self._answered, known, batch.number))
+
+    def send_recall(self, known: KnownWorker, recalled: Any) -> None:
+        future = self._call(known.peer, "worker.recall", recalled)
+        future.add_done_callback(partial(self._handed_back, known.peer))
+
+    def left_gradients(self, peers: Iterable[Peer], numbers: Sequence[int]) -> set[int]:
+        """Those of the parameters with these numbers that have a gradient on a worker. One that is lost has none."""
+        calls = [self._call(peer, "worker.left_gradients", tuple(numbers)) for peer in peers]
+        wait(calls, timeout=self._job.timeout_seconds)
+        return {number for call in calls if call.done() and call.exception() is None for number in call.result()}
+
+    def _call(self, peer: Peer, method: str, payload: Any) -> Future[Any]:
+        try:
+            return self._job.endpoint.call(peer, method, payload, timeout_seconds=_UNLIMITED_SECONDS)
+        except Exception as error:  # whatever it is, it is the functions' error, and not that of who happens to send
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _answered(self, known: KnownWorker, number: int, done: Future[Any]) -> None:
+        if self.is_closed:
+            return
+        functions = self._is_over(known, number)
+        error = done.exception()
+        if error is None:
+            self.reported(known.peer, done.result())
+        elif isinstance(error, CommunicationError):
+            # Usually the membership knows by now. A process that lives and cannot be talked to must start afresh.
+            self._job.membership.give_up(known.peer, f"its answer did not come: {error}")
+            self._tell(known.peer, [WorkerLost(*_names(known.peer), f"its answer did not come: {error}")])
+        else:
+            self._tell(known.peer, [Failed(*_names(known.peer), function, error) for function in functions])
+
+    def _handed_back(self, peer: Peer, done: Future[Any]) -> None:
+        if done.exception() is None and done.result():  # an error is told by the batches' calls
+            self._tell(peer, [HandedBack(*_names(peer), done.result())])
+
+    def reported(self, peer: Peer, report: Report) -> None:
+        """A report has come, before a batch's end or at it."""
+        if self.is_closed:
+            return
+        events: list[Event] = []
+        for function, outcome in report.ended:  # first of all: after an error nothing more is sent
+            if isinstance(outcome, ServerGone):
+                self._job.server_gone(peer, outcome, then=partial(self._failed_without_server, peer, function, outcome))
+            else:
+                events.append(Failed(*_names(peer), function, unpack_exception(outcome, self._unpack)))
+        results: Sequence[Any] = report.results
+        if Packed in map(type, results):
+            results, faults = self._unpacked(report)
+            events += [Failed(*_names(peer), *fault) for fault in faults.items()]
+        if report.leaving:
+            events.append(WorkerLeaves(*_names(peer)))
+        if report.finished:
+            events.append(Finished(*_names(peer), report.finished, report.seconds))
+        if report.handed_back:
+            events.append(HandedBack(*_names(peer), report.handed_back))
+        self._take(News(peer.incarnation, events, results, report))
+
+    def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
+        """The results, and the errors of those that cannot be opened."""
+        results: list[Any] = []
+        faults: dict[int, BaseException] = {}
+        for function, result in zip(report.finished, report.results, strict=True):
+            try:
+                results.append(self._unpack(result) if type(result) is Packed else result)
+            except Exception as problem:
+                results.append(None)
+                faults[function] = problem
+        return results, faults
+
+    def _failed_without_server(self, peer: Peer, function: int, outcome: ServerGone) -> None:
+        error = ParameterServerUnavailable(outcome.message, Task(PARAMETER_SERVER, outcome.index))
+        self._tell(peer, [Failed(*_names(peer), function, error)])
+
+    def _tell(self, peer: Peer, events: list[Any]) -> None:
+        self._take(News(peer.incarnation, events))
+
+
+def _names(peer: Peer) -> tuple[int, str]:
+    """By which the scheduler knows a process."""
+    return peer.task.index, peer.incarnation
+
+
+_MOST_HOLDERS = 5
+
+
+def release(objects: Sequence[Any], job: Job, registry: VariableRegistry, works: Mapping[int, Work]) -> None:
+    """Drop the objects with their parts. ``works``: the functions that have no outcome yet.
+
+    Raises `InvalidArgumentError` naming what still needs them; nothing is dropped then. `WrongTypeError` for an object
+    that is none that lives on servers or workers.
+    """
+    going = {id(part): part for value in objects for part in _parts_of(value)}
+    for value in objects:
+        known = value._reader if isinstance(value, LeasedDataset) else value
+        if job.catalog.token_of(known) is None:
+            raise InvalidArgumentError(f"{value!r:.80} is not on this strategy's servers or workers (any more).")
+    holders = [*_functions(works, going), *_others(job, registry, going)]
+    if holders:
+        more = f" and {len(holders) - _MOST_HOLDERS} more" if len(holders) > _MOST_HOLDERS else ""
+        raise InvalidArgumentError(
+            f"{', '.join(_name_of(value) for value in objects)}: still needed by {', '.join(holders[:_MOST_HOLDERS])}"
+            f"{more}. Release these with it, or wait for the functions with coordinator.join()."
+        )
+    registry.let_go(going.values())
+    job.let_go(list(going.values()))
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """What goes with it, itself included."""
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            yield from (module, *module._parameters.values(), *module._buffers.values())
+            yield from (shard for shard in vars(module).values() if isinstance(shard, Variable))
+    elif isinstance(value, LeasedDataset):
+        yield value._reader
+    elif isinstance(value, (torch.Tensor, Variable, PerWorkerValues, *HELPER_TYPES)):
+        yield value
+    else:
+        raise WrongTypeError(
+            "release takes modules, optimizers, variables, and per-worker or leased datasets, iterators and "
+            f"resources; got {type(value).__name__} {value!r:.80}."
+        )
+
+
+def _needs(value: Any) -> Iterator[Any]:
+    """What a function that refers to ``value`` may use, and what it cannot be without."""
+    yield value
+    if isinstance(value, nn.Module):
+        yield from _parts_of(value)
+    elif isinstance(value, Optimizer):
+        yield from (tensor for group in value.param_groups for tensor in group["params"])
+    elif isinstance(value, PerWorkerIterator):
+        yield value._dataset
+    elif isinstance(value, HELPER_TYPES):
+        yield getattr(value, "optimizer", None)
+
+
+def _is_needed(values: Iterable[Any], going: Mapping[int, Any]) -> bool:
+    return any(id(need) in going for value in values for need in _needs(value))
+
+
+def _functions(works: Mapping[int, Work], going: Mapping[int, Any]) -> Iterator[str]:
+    for number, work in works.items():
+        if _is_needed((*work.packed_code.alive, *work.arguments.alive), going):
+            yield f"function {number} ({work.value._name}), which has not ended"
+
+
+def _others(job: Job, registry: VariableRegistry, going: Mapping[int, Any]) -> Iterator[str]:
+    for value in (*registry.modules(), *registry.helpers(), *job.catalog.registered()):
+        builder = value._resource.builder if isinstance(value, PerWorkerValues) else None
+        if id(value) not in going and _is_needed((value, *getattr(builder, "alive", ())), going):
+            yield _name_of(value)
+
+
+def _name_of(value: Any) -> str:
+    return repr(value)[:80] if isinstance(value, PerWorkerValues | Variable) else f"a {type(value).__name__}"
