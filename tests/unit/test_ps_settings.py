@@ -618,15 +618,19 @@ def test_rows_of_tables_that_are_left(cls: type[torch.optim.Optimizer], rows_onl
         (["backward"], True),
     ],
 )
+@pytest.mark.parametrize("is_found_out_first", [True, False])
 def test_gradients_that_go_with_their_worker_are_an_error_once(
-    functions: list[str], is_lost: bool, workers: int
+    functions: list[str], is_lost: bool, workers: int, is_found_out_first: bool
 ) -> None:
     with program_of(workers) as (program, cluster):
         for names in functions:
             program.run(0, names)
         weight = program.weight()
-        cluster.wait_until_lost(cluster.kill_worker(0))
-        cluster.start_worker(0)
+        gone = cluster.service("worker", 0)
+        if is_found_out_first:
+            cluster.wait_until_lost(cluster.kill_worker(0))
+        cluster.start_worker(0)  # else in the place of one of which nobody has heard that it is gone
+        gone.close()
         if is_lost:
             with pytest.raises(TorchstratError, match=r"worker 0.*and with it gradients of weight.*no step has used"):
                 program.coordinator.join()

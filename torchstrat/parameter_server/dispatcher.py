@@ -271,7 +271,7 @@ class Dispatcher:
                 return
             for known in list(self._workers.values()):
                 if known.peer.task == peer.task:
-                    del self._workers[known.peer.incarnation]
+                    self._forget_worker(known.peer.incarnation)
             self._workers[peer.incarnation] = KnownWorker(peer)
             self._is_shared |= len(self._workers) > 1
         logger.debug("%s has joined.", peer)
