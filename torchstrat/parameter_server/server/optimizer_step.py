@@ -56,20 +56,20 @@ def check_accumulation(left: Accumulation, shards: HeldShards) -> None:
     """Raise for what `accumulate` could not do, before anything has changed."""
     there = shards.gradients
     for key, (ids, values) in _gradients_in(left):
-        shard = shards.tensor(key)
-        shape = tuple(shard.shape)
-        if ids is not None:
-            if shard.dim() == 0:
-                raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to add gradients of.")
-            check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
-            shape = (len(ids), *shape[1:])
-        check_gradient(values, shards, key, shape)
+        _check_gradient(key, (ids, values), shards)
         if ids is None and key not in there:
             check_fits(values.nbytes, f"gradients of {shards.name(key)} that no_sync has left", MORE_SERVERS)
 
 
-def check_gradient(gradient: object, shards: HeldShards, key: ShardKey, shape: tuple[int, ...]) -> None:
-    dtype = shards.tensor(key).dtype
+def _check_gradient(key: ShardKey, sent: Gradient, shards: HeldShards) -> None:
+    ids, gradient = sent
+    shard = shards.tensor(key)
+    dtype, shape = shard.dtype, tuple(shard.shape)
+    if ids is not None:
+        if shard.dim() == 0:
+            raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to step.")
+        check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
+        shape = (ids.shape[0], *shape[1:])
     if not isinstance(gradient, torch.Tensor) or gradient.layout != torch.strided or gradient.device.type != "cpu":
         raise InvalidArgumentError(f"the gradient of {shards.name(key)} must be a dense tensor on the CPU.")
     if tuple(gradient.shape) != shape or gradient.dtype != dtype:
@@ -282,13 +282,9 @@ class HeldOptimizer:
                     f"{name} steps on sparse gradients alone, and that of {shards.name(key)} is dense. Use it for "
                     "embedding tables, and a second optimizer (Adam) for the rest."
                 )
-            check_gradient(gradient, shards, key, tuple(shards.tensor(key).shape))
+            _check_gradient(key, (None, gradient), shards)
         for key, ids, gradient in step.rows:
-            shard = shards.tensor(key)
-            if shard.dim() == 0:
-                raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to step.")
-            check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
-            check_gradient(gradient, shards, key, (ids.shape[0], *shard.shape[1:]))
+            _check_gradient(key, (ids, gradient), shards)
             if self._goes_by_rows:
                 self._learn_rows(key, step, shards)
         if self._live is not None:
