@@ -8,7 +8,7 @@ optimizer steps parameters of several, and its number where no module has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,9 +136,10 @@ class OptimizerItem:
                 other_paths.append(path)
             else:
                 comparison.unexpected(key)
-        if comparison.takes(f"{self.name}.param_groups") and not self._fits_groups(stored, other_paths, comparison):
+        groups = self._stored_groups(stored) if any(map(comparison.takes, self.names())) else {}
+        if comparison.takes(f"{self.name}.param_groups") and not self._fits_groups(groups, comparison):
             other_paths = [path for path in other_paths if path[1] != "param_groups"]
-        by_name = self._by_name(stored, state_paths, comparison)
+        by_name = self._by_name(stored, state_paths, {name for names in groups.values() for name in names}, comparison)
         wants: list[Want] = [(Piece(path, ()), None) for path in other_paths]
         if self._number is not None:
             pairs = [(state, by_name.get(str(state.piece.path[-1]))) for state in self.remote_states()]
@@ -166,10 +167,13 @@ class OptimizerItem:
             return f"{self.name}.param_groups"
         return f"{self.name}.state" if path[1] == OTHER_STATE else self.name
 
-    def _by_name(self, stored: Stored, paths: Sequence[Path], comparison: Comparison) -> dict[str, list[Path]]:
+    def _by_name(
+        self, stored: Stored, paths: Sequence[Path], stepped: Collection[str], comparison: Comparison
+    ) -> dict[str, list[Path]]:
         """The entries of the checkpoint, by the parameters whose state they are to replace: of none where it has none.
 
-        The state of other parameters stays: of those that are not asked for, or that it knows nothing of.
+        The state of other parameters stays: of those that are not asked for, or that it knows nothing of. ``stepped``:
+        the parameters that the optimizer had.
         """
         units = {str(piece.path[-1]): piece for piece in self._pieces if comparison.takes(piece.key)}
         by_name: dict[str, list[Path]] = {name: [] for name in units}
@@ -178,7 +182,6 @@ class OptimizerItem:
                 by_name[str(path[2])].append(path)
             else:
                 comparison.unexpected(Piece(path, ()).key)
-        stepped = self._stepped(stored) if units else set()
         is_told = comparison.is_strict and comparison.takes(f"{self.name}.param_groups")  # that these differ
         for name, piece in units.items():
             if not by_name[name] and name not in stepped:
@@ -191,34 +194,28 @@ class OptimizerItem:
                 del by_name[name]
         return by_name
 
-    def _stepped(self, stored: Stored) -> set[str]:
-        """The parameters that the optimizer had, by their names."""
+    def _stored_groups(self, stored: Stored) -> dict[Any, list[str]]:
+        """By group, the parameters that the optimizer had, by their names."""
         from torchstrat.checkpoint.files import read
 
         groups = [path for path in stored.under(self.name).values() if path[1] == "param_groups" and len(path) == 4]
-        wanted: list[Want] = [(Piece(path, ()), None) for path in groups if path[3] == "params"]
-        return {str(name) for names in read(stored, wanted) for name in names}
+        paths = [path for path in groups if path[3] == "params"]
+        wanted: list[Want] = [(Piece(path, ()), None) for path in paths]
+        return {path[2]: [str(name) for name in names] for path, names in zip(paths, read(stored, wanted), strict=True)}
 
-    def _fits_groups(self, stored: Stored, paths: Sequence[Path], comparison: Comparison) -> bool:
-        groups, fits = self._optimizer.param_groups, True
-        found = {path[2] for path in paths if path[1] == "param_groups" and len(path) == 4}
-        if found != set(range(len(groups))):
-            comparison.differs(
-                f"{self.name}.param_groups",
-                f"{self.name} has {len(found)} parameter groups in the checkpoint and {len(groups)} in the program",
-            )
+    def _fits_groups(self, stored: Mapping[Any, list[str]], comparison: Comparison) -> bool:
+        own = dict(enumerate(self.parameter_names()))
+        name, fits = f"{self.name}.param_groups", True
+        if stored.keys() != own.keys():
+            problem = f"{self.name} has {len(stored)} parameter groups in the checkpoint and {len(own)} in the program"
+            comparison.differs(name, problem)
             return False
-        from torchstrat.checkpoint.files import read
-
-        wanted: list[Want] = [
-            (Piece((self.name, "param_groups", number, "params"), ()), None) for number in range(len(groups))
-        ]
-        for number, ((piece, _), names) in enumerate(zip(wanted, read(stored, wanted), strict=True)):
-            own = self._names(number)
-            if list(names) != own:
+        for number, names in own.items():
+            if stored[number] != names:
                 fits = False
-                problem = f"{piece.key} is {_shown(names)} in the checkpoint and {_shown(own)} in the program"
-                comparison.differs(f"{self.name}.param_groups", problem)
+                where = Piece((self.name, "param_groups", number, "params"), ()).key
+                there, here = _shown(stored[number]), _shown(names)
+                comparison.differs(name, f"{where} is {there} in the checkpoint and {here} in the program")
         return fits
 
     def _fits_state(self, stored: Stored, piece: Piece, paths: Sequence[Path], comparison: Comparison) -> bool:
@@ -240,10 +237,9 @@ class OptimizerItem:
 
     def _put_options(self, paths: Sequence[Path], values: Sequence[Any]) -> None:
         groups = self._optimizer.param_groups
-        is_whole = any(path[1] == "param_groups" for path in paths)
-        if is_whole and not is_listed(
-            type(self._optimizer)
-        ):  # as load_state_dict does: its steps may have set more by now
+        has_groups = any(path[1] == "param_groups" for path in paths)
+        if has_groups and not is_listed(type(self._optimizer)):
+            # As load_state_dict does: its steps may have set more by now.
             for group in groups:
                 for name in set(group) - {"params"}:
                     del group[name]
