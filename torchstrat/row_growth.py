@@ -86,8 +86,5 @@ def grow_rows(
 
 
 def _owner_of(weight: torch.Tensor) -> Strategy | None:
-    for strategy in context.strategies:
-        is_default = strategy.extended._default_replica_context is not None
-        if not is_default and not strategy._closed and weight in strategy._engine.registry:
-            return strategy
-    return None
+    still_open = (one for one in context.strategies if not one._closed)
+    return next((one for one in still_open if one.extended.variable_created_in_scope(weight)), None)

@@ -486,8 +486,7 @@ class Job:
 
     def optimizer_number(self, optimizer: Optimizer) -> int | None:
         """What the servers know an optimizer by; None for one that they do not step."""
-        known = self.catalog.token_of(optimizer) is not None and self.variables.specs_of(optimizer)
-        return self._number_of(optimizer) if known else None
+        return self._number_of(optimizer) if self.parameters_of(optimizer) else None
 
     def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
@@ -590,7 +589,7 @@ class Job:
 
     def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
         """Those of an optimizer that the servers step; of another one none."""
-        return {} if self.optimizer_number(optimizer) is None else self.variables.specs_of(optimizer)
+        return {} if self.catalog.token_of(optimizer) is None else self.variables.specs_of(optimizer)
 
     def _setting_servers(self, optimizer: Optimizer) -> set[int]:
         """Where steps of an optimizer may set hyperparameters: at most one."""

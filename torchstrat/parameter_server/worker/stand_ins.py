@@ -71,11 +71,15 @@ class WatchedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         GRAD.__set__(self, value)
-        self.has_left_gradient, self.is_cleared = False, True
+        self.note_cleared()
 
     @grad.deleter
     def grad(self) -> None:
         GRAD.__delete__(self)
+        self.note_cleared()
+
+    def note_cleared(self) -> None:
+        """Its gradient is another one, or none: what was left is no part of it."""
         self.has_left_gradient, self.is_cleared = False, True
 
     @property

@@ -358,12 +358,12 @@ class TableParameter(WatchedParameter):
     def grad(self, value: torch.Tensor | None) -> None:
         self.reach()
         GRAD.__set__(self, value)
-        self.has_left_gradient, self.is_cleared = False, True
+        self.note_cleared()
 
     @grad.deleter
     def grad(self) -> None:
         GRAD.__delete__(self)
-        self.has_left_gradient, self.is_cleared = False, True
+        self.note_cleared()
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
         """The hook sees what `grad` would show, and what it returns is by rows again."""
