@@ -468,21 +468,17 @@ class _Gradients:
         without: set[int] = set()  # servers of parameters that have no gradient
         # A step without any gradient is one too for a class that may do anything: it may count them.
         always = not is_listed(type(optimizer))
-        for group in optimizer.param_groups if self.found_inf else ():
+        for group in optimizer.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
-                    pushed(tensor.grad)  # the scaler has looked at it, and makes no step
-        if not self.found_inf:
-            for group in optimizer.param_groups:
-                for tensor in group["params"]:
-                    if tensor.grad is not None:
+                    if not self.found_inf:
                         gradient = rows_of(tensor.grad)
                         known = _known(spec_of(tensor), tensor, optimizer)
                         self.shards.add(known, gradient if scale is None else gradient / scale)
-                        pushed(tensor.grad)
-                    elif always or takes_left:
-                        shards = _known(spec_of(tensor), tensor, optimizer).shards
-                        without |= {shard.server for shard in shards}
+                    pushed(tensor.grad)  # also where the scaler has looked at it, and makes no step
+                elif (always or takes_left) and not self.found_inf:
+                    shards = _known(spec_of(tensor), tensor, optimizer).shards
+                    without |= {shard.server for shard in shards}
         self.servers = self.shards.servers | without
         self.changes = self.servers if always else self.shards.servers
 
