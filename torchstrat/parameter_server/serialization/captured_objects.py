@@ -495,9 +495,8 @@ class Catalog:
 
     def _made_of(self, entries: list[_Entry], specs: list[VariableSpec], since: int) -> tuple[Increment, set[Token]]:
         """The increment, and the tokens of other captured objects that it refers to."""
-        from torchstrat.parameter_server.serialization.pickler import (
-            ObjectPickler,  # cloudpickle is loaded when it is needed
-        )
+        # cloudpickle is loaded when it is needed
+        from torchstrat.parameter_server.serialization.pickler import ObjectPickler
 
         objects = [(entry.token, value) for entry in entries if (value := entry.get()) is not None]
         values = [value for _, value in objects]

@@ -99,9 +99,8 @@ def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered 
     Raises:
         NotSendableError: a part cannot travel; the message names it and how it is reached.
     """
-    from torchstrat.parameter_server.serialization.pickler import (
-        ObjectPickler,  # cloudpickle is loaded when it is needed
-    )
+    # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.serialization.pickler import ObjectPickler
 
     catalog.begin()
     references = Outgoing(catalog, value)
@@ -210,9 +209,8 @@ def pack_result(value: Any, world: World, what: str = "result") -> Packed:
         return _NONE
     if is_plain(value):
         return Packed(plain.dumps(value), what=what)
-    from torchstrat.parameter_server.serialization.pickler import (
-        ObjectPickler,  # cloudpickle is loaded when it is needed
-    )
+    # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.serialization.pickler import ObjectPickler
 
     pickler = ObjectPickler(_Returning(world))
     try:

@@ -82,9 +82,8 @@ class World:
 
     def unpickle(self, blob: bytes, tensors: tuple[torch.Tensor, ...], buffers: int, what: str) -> Any:
         """Undo a pickle of the coordinator's; ``what`` it is, for the error of a module that is missing here."""
-        from torchstrat.parameter_server.serialization.pickler import (
-            ObjectUnpickler,  # cloudpickle is loaded when it is needed
-        )
+        # cloudpickle is loaded when it is needed
+        from torchstrat.parameter_server.serialization.pickler import ObjectUnpickler
 
         try:
             return ObjectUnpickler(blob, tensors, buffers, self._look_up, self.device).load()

@@ -90,9 +90,8 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
     Raises `UnsupportedError` for what cannot be stepped on a server, and `NotSendableError` where an attribute cannot
     be pickled, or one of an optimizer in parts holds parameters.
     """
-    from torchstrat.parameter_server.serialization.pickler import (
-        ValuePickler,  # cloudpickle is loaded when it is needed
-    )
+    # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.serialization.pickler import ValuePickler
 
     cls, attributes, options = parts_of(optimizer)
     check_supported(cls, options)
