@@ -231,6 +231,17 @@ def test_who_is_asked_and_has_nothing_to_give_is_asked_again_after_its_next_outc
     assert ev.Recall in map(type, play(scheduler, ev.MomentPassed()))
 
 
+def test_what_was_lost_twice_waits_for_what_is_behind_others_at_workers() -> None:
+    scheduler = Scheduler()
+    play(scheduler, *joined(0), *submitted(0), ev.WorkerLost(0, "0a"), ev.WorkerJoined(0, "0b"))
+    assert sent(play(scheduler, *submitted(1, 2), *joined(1))) == [(1, 1), (2, 1)], "beside nothing that was lost"
+    assert sent(play(scheduler, ev.WorkerLost(0, "0b"), ev.WorkerJoined(0, "0c"))) == [], "2 has not begun"
+    play(scheduler, ev.MomentPassed())
+    assert play(scheduler, ev.MomentPassed())[0] == ev.Recall((2,), 1, "1a")
+    assert sent(play(scheduler, ev.HandedBack(1, "1a", (2,)))) == [(2, 0)]
+    assert sent(play(scheduler, finished(0, "0c", 2))) == [(0, 0)], "beside 1, which has begun"
+
+
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
@@ -331,7 +342,7 @@ class History(RuleBasedStateMachine):
         self.batches: dict[tuple[int, str], list[set[int]]] = {}
         self.first_dispatches: list[int] = []
         self.losses: dict[int, int] = {}  # how often each was lost with a worker
-        self.later: dict[int, int] = {}  # what was lost twice waits until all below a number were sent; in this order
+        self.later: dict[int, int] = {}  # what was lost twice waits until all below a number have begun; in this order
         self.limits: dict[int, int | None] = {}
         self.aside: int | None = None  # what this event has to set aside
         self.recalled: set[tuple[int, tuple[int, str]]] = set()
@@ -495,7 +506,9 @@ class History(RuleBasedStateMachine):
         if once or (back and not self.held):
             return min(once or back)
         often = [function for function in self.later if function in waiting]
-        return often[0] if often and (self.held or self.first_never_sent() >= self.later[often[0]]) else None
+        have_begun = self.first_never_sent() >= self.later[often[0]] if often else False
+        have_begun = have_begun and all(self.load(where) < 2 for where in self.live.items())
+        return often[0] if often and (self.held or have_begun) else None
 
     def first_never_sent(self) -> int:
         known = self.outcomes.keys() | set(self.first_dispatches)
@@ -711,7 +724,8 @@ class History(RuleBasedStateMachine):
         assert {function: scheduler.worker_of(function) for function in self.sent} == {
             function: where[0] for function, where in self.sent.items()
         }
-        if scheduler.queued and self.pending() is None and not self.lost and not self.held:
+        may_go = self.next_again() is not None or self.first_never_sent() < self.submitted
+        if may_go and self.pending() is None and not self.lost and not self.held:
             takers = [
                 where for where in self.usable() if where not in self.stalled() and not self.runs_a_lost_one(where)
             ]

@@ -47,8 +47,8 @@ Held dispatch
 Lost functions
     What was lost with a worker, which may have begun it, runs again by itself: on a worker that has nothing else, and
     gets nothing else meanwhile. So if that worker is lost too, it is known with what. A function that was lost twice
-    first lets everything run that waits at that time. One that was lost by itself, and ``max_attempts`` times in all,
-    is set aside: its outcome is an error.
+    first lets everything begin that waits at that time, at workers too: its error cancels none of it. One that was lost
+    by itself, and ``max_attempts`` times in all, is set aside: its outcome is an error.
 
 Removed workers
     `WorkerDraining` holds for the index: its process gets no more functions and is released when it has none, and a
@@ -129,7 +129,7 @@ class Scheduler:
         self._again: list[int] = []  # a heap: what may have been begun, to run again
         self._back: list[int] = []  # a heap: what was sent, and came back without having been begun by anybody
         self._lost = LostFunctions()
-        self._later: deque[tuple[int, int]] = deque()  # of that, what waits until nothing below a number was never sent
+        self._later: deque[tuple[int, int]] = deque()  # of that, what waits until all below a number has been begun
         self._running: dict[int, Batch] = {}
         self._processes: dict[int, Process] = {}
         self._busy = 0  # how many processes have functions
@@ -421,13 +421,18 @@ class Scheduler:
 
     def _sendable(self) -> int:
         """How many functions wait and may go."""
-        return self._lost_ones if self._held else self.queued
+        lost = len(self._again) + (len(self._later) if self._later_may_go() else 0)
+        return lost if self._held else lost + len(self._back) + self._end - self._next
+
+    def _later_may_go(self) -> bool:
+        if self._held or not self._later:
+            return bool(self._later)
+        has_all_begun = len(self._running) == self._busy  # what is at a worker behind another one has not
+        return has_all_begun and not self._back and self._next >= self._later[0][0]
 
     def _next_is_lost(self) -> bool:
         """Whether the next to be sent was lost before. Something may be sent."""
-        if self._again or not self._later:
-            return bool(self._again)
-        return self._held or (not self._back and self._next >= self._later[0][0])
+        return bool(self._again) or self._later_may_go()
 
     def _pop_lost(self) -> int:
         return heappop(self._again) if self._again else self._later.popleft()[1]
