@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,11 +153,12 @@ def test_memory_comes_back(me: RpcEndpoint, other: Node) -> None:
 
 def test_rare_calls_leave_no_memory_behind(me: RpcEndpoint, other: Node) -> None:
     large = torch.ones(16 << 20)
-    before = _shared_bytes()
+    both = (os.getpid(), other.process.pid)
+    before = _segments(*both)
     for _ in range(3):
         assert torch.equal(ask(me, other, "echo", large), large)
     ask(me, other, "echo")
-    _wait_for_shared_bytes(before + large.nbytes // 4)
+    wait_until(lambda: sum((_segments(*both) - before).values()) <= large.nbytes // 4, "an end of its memory")
 
 
 @pytest.mark.parametrize("gives_up", [False, True], ids=["a late answer", "a process that was given up"])
@@ -232,13 +235,13 @@ def test_the_switch(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_left_when_both_are_killed(nodes: Nodes) -> None:
     """Its memory has no name, and is gone with the last process that maps it."""
-    before = _shared_bytes()
     caller, callee = nodes.start("worker", 0), nodes.start("ps", 0)
     caller.run(_hold_memory, callee.peer)
-    assert _shared_bytes() - before > 60 << 20
+    theirs = _segments(caller.process.pid, callee.process.pid)
+    assert sum(theirs.values()) > 60 << 20
     for node in (caller, callee):
         node.kill()
-    _wait_for_shared_bytes(before + (8 << 20))
+    wait_until(lambda: not theirs.keys() & _segments(*_all_processes()).keys(), "an end of their memory")
 
 
 _held: list[Any] = []
@@ -250,13 +253,22 @@ def _hold_memory(endpoint: RpcEndpoint, peer: Any) -> None:
     endpoint.call(peer, "echo", _held[0], into=[]).result(PATIENCE_SECONDS)
 
 
-def _wait_for_shared_bytes(most: int) -> None:
-    """Of the whole machine: others may share memory as well."""
-    wait_until(lambda: _shared_bytes() <= most, f"at most {most:,} bytes of shared memory")
+def _segments(*pids: int) -> Counter[int]:
+    """Inode → bytes of the shared memory that these processes map or hold open; for which others do does not count."""
+    found: Counter[int] = Counter()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
+            for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                if "/memfd:torchstrat" in line:
+                    span, _, _, _, inode = line.split(maxsplit=5)[:5]
+                    start, end = (int(side, 16) for side in span.split("-"))
+                    found[int(inode)] = max(found[int(inode)], end - start)
+            for held in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    if "/memfd:torchstrat" in os.readlink(held):
+                        found[held.stat().st_ino] = max(found[held.stat().st_ino], held.stat().st_size)
+    return found
 
 
-def _shared_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Shmem in /proc/meminfo")
+def _all_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
