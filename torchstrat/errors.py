@@ -193,7 +193,7 @@ class FunctionSetAsideError(FunctionError):
             f"function {self.function} ({self.name}) is set aside: it was run {len(self.losses)} times, and each time "
             f"its worker was lost: {how}. Look at what it does there (memory, native code, the worker's output); where "
             "workers are lost for other reasons, allow more with schedule(…, max_attempts=…). What waited behind it "
-            "went on."
+            "went on; what was queued after its second loss is cancelled."
         )
 
 

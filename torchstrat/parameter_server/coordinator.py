@@ -16,8 +16,10 @@ from torchstrat.cluster_spec import WORKER
 from torchstrat.errors import (
     CancelledByServerLossError,
     CommunicationTimeoutError,
+    FunctionSetAsideError,
     InvalidArgumentError,
     NotSendableError,
+    RepeatedFunctionError,
     WrongTypeError,
 )
 from torchstrat.parameter_server.dispatch import ResourceSpec
@@ -252,7 +254,7 @@ class ClusterCoordinator:
 
     def _join(self, timeout: timedelta | float | None) -> None:
         self._dispatcher.wait(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
-        self._raise_pending("the functions that were queued behind it are cancelled")
+        self._raise_pending()
         self._job.warn_of_conflicts(wrote_parameters=self._dispatcher.wrote_parameters)
 
     def done(self) -> bool:
@@ -263,12 +265,14 @@ class ClusterCoordinator:
         return self._on_server_loss.attempt(self._done, self.done)
 
     def _done(self) -> bool:
-        self._raise_pending("the functions that were queued behind it are cancelled")
+        self._raise_pending()
         return self._dispatcher.is_done
 
-    def _raise_pending(self, consequence: str) -> None:
+    def _raise_pending(self, consequence: str = "the functions that were queued behind it are cancelled") -> None:
         try:
             self._dispatcher.raise_pending()
+        except (FunctionSetAsideError, RepeatedFunctionError):
+            raise  # they say whose they are, and what becomes of the others
         except Exception as error:
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by an earlier function, or for a task that was lost; {consequence}.")

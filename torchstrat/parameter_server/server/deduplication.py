@@ -121,7 +121,7 @@ class EarlierRuns:
                 f"before: its push {index} has changed {names} on ps {where}, and is now "
                 "one of other variables, of another kind, or of other rows. What was changed stays as it is. Let the "
                 "function decide by its arguments, and not by values that it changes itself; or make one change at its "
-                "end."
+                "end. The functions that were queued behind it are cancelled."
             )
 
 
