@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from numbers import Real
 from typing import Any
 
@@ -18,6 +19,11 @@ from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, 
 from torchstrat.errors import ClusterConfigError, WrongTypeError
 
 Environment = Mapping[str, str]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long strategies wait for other processes, where the user says nothing else."""
+_ALL_STARTED = timedelta(minutes=2)
+"""How long processes that were started at once may be apart: less than a job should wait for one that never comes."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class ProcessPlan:
     ``init_method`` is for `torch.distributed.init_process_group`; None where there is nobody to meet.
     ``spans_hosts`` is what the launcher says: two single-process launchers on one host look like two hosts.
     ``name`` says who this is in error messages.
+    ``started_at_once``: the launcher starts all processes at the same time, or none (``srun``, ``mpirun``).
     """
 
     rank: int
@@ -37,6 +44,11 @@ class ProcessPlan:
     init_method: str | None
     spans_hosts: bool
     name: str
+    started_at_once: bool = False
+
+    def joining_timeout(self, timeout: timedelta) -> timedelta:
+        """How long to wait for the others to start, where ``timeout`` is how long to wait for them later."""
+        return _ALL_STARTED if self.started_at_once and timeout == DEFAULT_TIMEOUT else timeout
 
 
 def process_plan_from_torchrun(environ: Environment | None = None) -> ProcessPlan | None:

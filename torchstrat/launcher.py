@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchstrat.cluster import Environment, ProcessPlan, process_plan_from_torchrun, read_tf_config
@@ -116,7 +117,8 @@ def _slurm(environ: Environment) -> LaunchedJob | None:
     numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(number) if number.isdecimal() else 0 for number in numbers)
     port = _FIRST_PORT + (job * 7 + step * 131) % _PORTS
-    return _described("Slurm (srun)", lambda: SlurmClusterResolver(port_base=port, environ=environ))
+    found = _described("Slurm (srun)", lambda: SlurmClusterResolver(port_base=port, environ=environ))
+    return found and found._replace(plan=replace(found.plan, started_at_once=True))
 
 
 def _training_operator(environ: Environment) -> LaunchedJob | None:
@@ -159,5 +161,5 @@ def _mpi(environ: Environment) -> LaunchedJob | None:
             f"with torchrun, or set {INDEPENDENT_VARIABLE}=1 if each is a job of its own."
         )
     where = "tcp://{}:{}".format(*address)
-    plan = ProcessPlan(rank, size, local_rank, local_size, where, local_size < size, f"rank {rank} of {size}")
+    plan = ProcessPlan(rank, size, local_rank, local_size, where, local_size < size, f"rank {rank} of {size}", True)
     return LaunchedJob("mpirun", plan, None)

@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from torchstrat import context, data, nest, notebook_html
+from torchstrat.cluster import DEFAULT_TIMEOUT
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
 from torchstrat.devices import canonical
@@ -40,7 +40,6 @@ from torchstrat.variable.variable import Variable
 
 logger = logging.getLogger("torchstrat.strategy")
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DEVICES_SHOWN = 8
 
 A = TypeVar("A")

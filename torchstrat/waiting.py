@@ -1,8 +1,9 @@
-"""A line on the terminal for whoever waits: for servers, for a checkpoint, for a compiler."""
+"""Waiting: the line on the terminal that says for what, and a port that somebody is to listen on."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import TextIO
 
 AFTER_SECONDS = 3.0
 _EVERY_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
 
 _speaking = threading.Lock()
 """One line at a time: what is waited for within a wait belongs to it."""
@@ -61,3 +63,26 @@ def _tell(stream: TextIO, what: str, ended: threading.Event, after_seconds: floa
         if told:
             stream.write(f"\rtorchstrat: {what}, {time.monotonic() - began:.0f} s\n")
             stream.flush()
+
+
+def is_listening(address: str, timeout_seconds: float = 1.0) -> bool:
+    """Whether somebody accepts connections at ``host:port``. The connection is closed without a word."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_listener(address: str, seconds: float) -> None:
+    """Until somebody listens at ``host:port``.
+
+    Raises:
+        TimeoutError: nobody does, after ``seconds``.
+    """
+    until = time.monotonic() + seconds
+    while not is_listening(address, max(0.1, min(5.0, until - time.monotonic()))):
+        if time.monotonic() > until:
+            raise TimeoutError(f"nobody listens at {address}")
+        time.sleep(_LOOK_SECONDS)

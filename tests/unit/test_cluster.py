@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import torchstrat as ts
 from torchstrat import cluster_resolver
+from torchstrat.cluster import DEFAULT_TIMEOUT
 from torchstrat.cluster_resolver import (
     ClusterSpec,
     KubernetesClusterResolver,
@@ -23,7 +25,13 @@ from torchstrat.cluster_resolver import (
     is_chief,
     worker_count,
 )
-from torchstrat.errors import ClusterConfigError, InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.errors import (
+    ClusterConfigError,
+    CommunicationError,
+    InvalidArgumentError,
+    UnsupportedError,
+    WrongTypeError,
+)
 from torchstrat.launcher import launched_job, launched_plan
 
 
@@ -57,7 +65,7 @@ def task(cluster: Any, task_type: str | None = None, task_id: int | None = None)
 def plan_of(resolver: Any) -> tuple[Any, ...]:
     plan = resolver.process_plan()
     assert plan is not None
-    return dataclasses.astuple(plan)
+    return dataclasses.astuple(plan)[:-1]  # the last is of launchers, not of resolvers
 
 
 def test_a_spec_sorts_the_jobs_of_a_copy_is_equal_by_content_and_does_not_change_with_what_it_was_made_of() -> None:
@@ -557,6 +565,22 @@ def test_a_pod_of_the_training_operator_with_torchrun_and_without() -> None:
     assert isinstance(job.resolver, KubernetesClusterResolver)
     assert under_torchrun is not None
     assert isinstance(under_torchrun.resolver, TorchrunClusterResolver)
+
+
+@pytest.mark.parametrize(("environ", "minutes"), [(STEP, 2), (MPI, 2), (TORCHRUN, 30), (TF_WORKER, 30)])
+def test_how_long_tasks_wait_for_each_other_to_start(environ: dict[str, str], minutes: int) -> None:
+    job = launched_job(environ)
+    assert job is not None
+    assert job.plan.joining_timeout(DEFAULT_TIMEOUT) == timedelta(minutes=minutes)
+    assert job.plan.joining_timeout(timedelta(hours=1)) == timedelta(hours=1), "what the user says"
+
+
+def test_a_task_whose_others_never_come_says_so(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment({**STEP, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"})
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # which is set before torch allocates, and stays
+    monkeypatch.setattr("torchstrat.cluster._ALL_STARTED", timedelta(seconds=0.5))
+    with pytest.raises(CommunicationError, match=r"could not reach .* where rank 0 listens, within 0.5 s.* timeout="):
+        ts.MultiWorkerMirroredStrategy()
 
 
 def test_the_tasks_of_a_step_meet_at_one_port_which_steps_do_not_share() -> None:

@@ -20,9 +20,10 @@ from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.output import Console, PrefixedOutput
-from torchstrat.launch.ports import ReservedPort, is_listening
+from torchstrat.launch.ports import ReservedPort
 from torchstrat.launch.restarts import Restarts
 from torchstrat.launch.supervised import Program, SupervisedProcess, describe_end, ordinal
+from torchstrat.waiting import is_listening
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.collectives.peers import Peers
 from torchstrat.collectives.standstill import Standstill
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
+from torchstrat.waiting import wait_for_listener
+
+_LONGER = "Processes that start later than that need a longer timeout=."
 
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
 _numbers = itertools.count()  # of groups made there: the keys of an earlier one are still in the store
@@ -106,14 +109,23 @@ def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
     """The store at the meeting point."""
     assert plan.init_method is not None
     place = torchrun_address() if plan.init_method == "env://" else plan.init_method
+    joining = plan.joining_timeout(timeout)
     if place not in _stores or not answers(_stores[place]):
         try:
-            store, _, _ = next(dist.rendezvous(plan.init_method, plan.rank, plan.size, timeout=timeout))
+            if plan.rank > 0 and plan.init_method != "env://":
+                # torch's own wait takes up to twice as long, prints stacks, and lets no Ctrl-C through
+                wait_for_listener(place.removeprefix("tcp://"), joining.total_seconds())
+            store, _, _ = next(dist.rendezvous(plan.init_method, plan.rank, plan.size, timeout=joining))
+            store.set_timeout(timeout)
         except Exception as error:
             raise CommunicationError(
-                f"{plan.name} could not reach the meeting point {place} within {timeout.total_seconds():g} s: {error}"
+                f"{plan.name} could not reach the meeting point {place}, where rank 0 listens, within "
+                f"{joining.total_seconds():g} s: {error}. {_LONGER}"
             ) from error
-        _stores[place] = fresh_store(store, plan.rank, plan.size, "process group", timeout)
+        try:
+            _stores[place] = fresh_store(store, plan.rank, plan.size, "process group", joining)
+        except CommunicationTimeoutError as error:
+            raise CommunicationTimeoutError(f"{error} {_LONGER}") from error
     return _stores[place]
 
 

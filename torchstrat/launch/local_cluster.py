@@ -27,13 +27,14 @@ from torchstrat.launch.fork_server import (
     why_not,
 )
 from torchstrat.launch.output import Console
-from torchstrat.launch.ports import ReservedPort, is_listening
+from torchstrat.launch.ports import ReservedPort
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.launch.supervised import Process, Program, Starter, SupervisedProcess
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
+from torchstrat.waiting import is_listening
 
 SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")
 GRACE_SECONDS = 10.0

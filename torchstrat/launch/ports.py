@@ -34,13 +34,3 @@ class ReservedPort:
     def close(self) -> None:
         """Let others have it. May be called twice."""
         self._socket.close()
-
-
-def is_listening(address: str, timeout_seconds: float = 1.0) -> bool:
-    """Whether somebody accepts connections at ``host:port``. The connection is closed without a word."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout_seconds).close()
-    except OSError:
-        return False
-    return True

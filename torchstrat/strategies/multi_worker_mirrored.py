@@ -29,7 +29,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: TensorFlow's `ts.experimental.CommunicationOptions`: how long to wait and how to talk,
             before ``timeout`` and ``collectives``.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
-        timeout: how long to wait for other processes before an error names them.
+        timeout: how long to wait for other processes before an error names them. At the start the default is two
+            minutes where ``srun`` or ``mpirun`` started them, all at once.
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
             else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
             had. `extended.describe` says which one is in use, and why.
