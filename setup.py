@@ -88,7 +88,7 @@ class BuildWithConfigs(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            copy = Path(self.build_lib, "torchstrat", "experiments", "configs")
+            copy = Path(self.build_lib, "torchstrat", "app", "configs")
             shutil.rmtree(copy, ignore_errors=True)  # of an earlier build, with files that are gone
             shutil.copytree(HERE / "configs", copy)
 
@@ -121,7 +121,7 @@ setup(
         "numpy>=1.26",  # torch does not require it; arrays are accepted as data, and strings travel as object arrays
         "cloudpickle>=3.0",  # sends functions of a script or a notebook to workers; a well-kept library beats our own
     ],
-    entry_points={"console_scripts": ["torchstrat = torchstrat.cli:main"]},
+    entry_points={"console_scripts": ["torchstrat = torchstrat.app.cli:main"]},
     extras_require={
         "progress": PROGRESS,  # ts.progress
         "experiments": EXPERIMENTS,  # torchstrat train, scripts/train.py and scripts/demo

@@ -41,9 +41,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 
-from torchstrat.experiments.metrics_file import read_metrics
+from torchstrat.app.metrics_file import read_metrics
+from torchstrat.checkpoint.preemption import EXIT_CODE as RUN_AGAIN
 from torchstrat.launch import LocalCluster
-from torchstrat.preemption import EXIT_CODE as RUN_AGAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "scripts" / "train.py"

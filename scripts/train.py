@@ -19,7 +19,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from torchstrat.experiments.train import main
+        from torchstrat.app.train import main
     except ModuleNotFoundError as error:
         if error.name != "hydra":
             raise

@@ -4,24 +4,18 @@ Importing this package touches no device, reads no environment and starts nothin
 """
 
 import importlib
+import sys
 import typing
 
-from torchstrat import _importing
+from torchstrat.core import _importing
 
 with _importing.without_collection():
-    from torchstrat import (
-        cluster_resolver,
-        coordinator,
-        data,
-        errors,
-        experimental,
-        partitioners,
-        policy,
-        registry,
-        tpu,
-    )
-    from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate
-    from torchstrat.context import (
+    from torchstrat import data
+    from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate, evaluation
+    from torchstrat.checkpoint.evaluation import SidecarEvaluator
+    from torchstrat.checkpoint.preemption import PreemptionHandler
+    from torchstrat.core import errors
+    from torchstrat.core.context import (
         ReplicaContext,
         experimental_set_strategy,
         get_replica_context,
@@ -29,53 +23,77 @@ with _importing.without_collection():
         has_strategy,
         in_cross_replica_context,
     )
+    from torchstrat.core.errors import OutOfRangeError
+    from torchstrat.core.ftrl import Ftrl
+    from torchstrat.core.losses import compute_average_loss, global_mean, scale_regularization_loss
+    from torchstrat.core.progress_bar import progress
+    from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+    from torchstrat.core.run_options import RunOptions
+    from torchstrat.core.value_functions import ValueContext
+    from torchstrat.core.values import DistributedValues, Mirrored, PerReplica
+    from torchstrat.core.variable.variable import Variable
+    from torchstrat.core.version import __version__ as __version__
     from torchstrat.data.distributed import DistributedDataset, DistributedIterator
     from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-    from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
-    from torchstrat.errors import OutOfRangeError
-    from torchstrat.estimates import estimate
-    from torchstrat.evaluation import SidecarEvaluator
-    from torchstrat.explain import explain_sharding
-    from torchstrat.extended import StrategyExtended
-    from torchstrat.ftrl import Ftrl
-    from torchstrat.losses import compute_average_loss, global_mean, scale_regularization_loss
+    from torchstrat.distributed import cluster_resolver
+    from torchstrat.parameter_server import partitioners
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
+    from torchstrat.parameter_server.embedding import (
+        embedding_lookup,
+        embedding_lookup_sparse,
+        safe_embedding_lookup_sparse,
+    )
     from torchstrat.parameter_server.leases.dataset import LeasedDataset
     from torchstrat.parameter_server.leases.lease import Lease
     from torchstrat.parameter_server.leases.ledger import Ledger
     from torchstrat.parameter_server.membership.task_server import Server
     from torchstrat.parameter_server.remote_value import PerWorkerValues, RemoteValue
+    from torchstrat.parameter_server.row_growth import grow_rows
+    from torchstrat.parameter_server.row_prefetch import prefetch_rows
     from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-    from torchstrat.preemption import PreemptionHandler
-    from torchstrat.progress_bar import progress
-    from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
-    from torchstrat.row_growth import grow_rows
-    from torchstrat.row_prefetch import prefetch_rows
-    from torchstrat.run_options import RunOptions
+    from torchstrat.replicas.sync_batchnorm import convert_sync_batchnorm
+    from torchstrat.sharding import tpu
+    from torchstrat.sharding.explain_sharding import explain_sharding
+    from torchstrat.strategies import extended, policy, registry
+    from torchstrat.strategies import tf_coordinator as coordinator
+    from torchstrat.strategies import tf_experimental as experimental
     from torchstrat.strategies.central_storage import CentralStorageStrategy
+    from torchstrat.strategies.estimates import estimate
+    from torchstrat.strategies.extended import StrategyExtended
     from torchstrat.strategies.local_sgd import LocalSGDStrategy
     from torchstrat.strategies.mirrored import MirroredStrategy
     from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from torchstrat.strategies.one_device import OneDeviceStrategy
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
+    from torchstrat.strategies.strategy import Strategy
     from torchstrat.strategies.tpu import TPUStrategy
-    from torchstrat.strategy import Strategy
-    from torchstrat.sync_batchnorm import convert_sync_batchnorm
-    from torchstrat.value_functions import ValueContext
-    from torchstrat.values import DistributedValues, Mirrored, PerReplica
-    from torchstrat.variable.variable import Variable
+
+# The paths of modules that programs may have typed, beside those that they have in their folders.
+for _name, _module in {
+    "cluster_resolver": cluster_resolver,
+    "coordinator": coordinator,
+    "errors": errors,
+    "evaluation": evaluation,
+    "experimental": experimental,
+    "experimental.coordinator": coordinator,
+    "extended": extended,
+    "partitioners": partitioners,
+    "policy": policy,
+    "registry": registry,
+    "tpu": tpu,
+    "tpu.experimental": tpu.experimental,
+}.items():
+    sys.modules[f"{__name__}.{_name}"] = _module
 
 if typing.TYPE_CHECKING:
     from torchstrat import launch as launch
     from torchstrat import testing as testing
 
-__version__ = "0.1.0"
-
 
 def __getattr__(name: str) -> typing.Any:
     if name in ("launch", "testing"):  # on first use: they start processes, and testing knows every part of the package
         return importlib.import_module(f"torchstrat.{name}")
-    from torchstrat.compat import WITHOUT_COUNTERPART
+    from torchstrat.strategies.tf_names import WITHOUT_COUNTERPART
 
     why = f": {WITHOUT_COUNTERPART[name]}" if name in WITHOUT_COUNTERPART else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchstrat.cli import main
+from torchstrat.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

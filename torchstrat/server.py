@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchstrat import cluster_resolver
-from torchstrat.cluster_resolver import ClusterSpec
-from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.commands import parser_with_examples
-from torchstrat.errors import ClusterConfigError, TorchstratError
+from torchstrat.core.commands import parser_with_examples
+from torchstrat.core.errors import ClusterConfigError, TorchstratError
+from torchstrat.distributed import cluster_resolver
+from torchstrat.distributed.cluster_resolver import ClusterSpec
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server.membership.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
 from torchstrat.parameter_server.membership.task_server import Server, end_even_if_stuck
 

@@ -24,7 +24,7 @@ import torch
 import torch.multiprocessing
 from train_step import print_header
 
-from torchstrat.optimizers import bare_step, step_in_blocks
+from torchstrat.core.optimizers import bare_step, step_in_blocks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD, momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),

@@ -201,7 +201,7 @@ def by_hand(model_class: type[Mlp] | type[ConvNet], about_to_execute: Callable[[
 def feeding_by_strategy(parts: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Each device gets its own piece of ``parts``, one tensor for each replica."""
     from torchstrat.sharding.grid import DeviceGrid, Sharding
-    from torchstrat.tpu.runtime import xla_runtime
+    from torchstrat.sharding.tpu.runtime import xla_runtime
 
     pairs = np.arange(REPLICAS * LOGICAL_DEVICES).reshape(REPLICAS, LOGICAL_DEVICES).tolist()
     grid = DeviceGrid(tuple(map(tuple, pairs)))

@@ -74,7 +74,7 @@ def compare(name: str, rounds: int) -> bool:
     from train_step import FEWEST_ROUNDS, LARGEST_SPREAD
 
     import torchstrat as ts
-    from torchstrat.tpu.runtime import XlaRuntime
+    from torchstrat.sharding.tpu.runtime import XlaRuntime
 
     ts.tpu.initialize_tpu_system(virtual_devices=8)
     model = {"mlp": tpu_contenders.Mlp, "convnet": tpu_contenders.ConvNet}[name]

@@ -9,9 +9,9 @@ Rules. The floor (``floor.py``) is two processes, each with half the batch and t
 end only. All contenders train the same model with the same optimizer, one thread per process, on data allocated before.
 Rounds are interleaved: each measures every contender once, in an order that rotates, so that a machine that slows down
 slows all of them. ``…_retained``: with glibc told to keep the pages of freed memory, which torchstrat's strategies tell
-it by themselves (``torchstrat/kept_pages.py``). Shown are medians over the rounds, the spread (largest minus smallest,
-over the median), and ratios taken within a round. Wall clock is the slower process's; CPU is summed over processes.
-**A run counts only if the floor's spread is under 10 %**; it says so, and exits with status 1 if not.
+it by themselves (``torchstrat/core/kept_pages.py``). Shown are medians over the rounds, the spread (largest minus
+smallest, over the median), and ratios taken within a round. Wall clock is the slower process's; CPU is summed over
+processes. **A run counts only if the floor's spread is under 10 %**; it says so, and exits with status 1 if not.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from tests.conformance.comparison import require_explanation
 from tests.conformance.harness import Case, Difference, check, outcome
-from torchstrat.devices import canonical
+from torchstrat.core.devices import canonical
 from torchstrat.errors import TorchstratError
 
 Operation = Callable[[Case], Any]

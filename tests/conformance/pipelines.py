@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchstrat as ts
 from tests.conformance.harness import outcome
-from torchstrat import nest
+from torchstrat.core import nest
 
 LIMIT = re.compile(r" \(infinite\), first (\d+) steps")
 

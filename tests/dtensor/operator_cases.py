@@ -25,7 +25,7 @@ Arguments = list[torch.Tensor]
 class Case:
     name: str
     operators: tuple[str, ...]
-    """By the names of `torchstrat.dtensor.operators.operators()`."""
+    """By the names of `torchstrat.sharding.dtensor.operators.operators()`."""
     make: Callable[[Shapes], tuple[Function, Arguments]]
     refuses: str = ""
     """Which ways to cut raise instead, in words; empty: none."""
@@ -411,7 +411,7 @@ call(
 
 # -- images --------------------------------------------------------------------------------------------------------
 
-_BANDS = "bands that do not make the same band of the result (see torchstrat.dtensor.operators.convolution)"
+_BANDS = "bands that do not make the same band of the result (see torchstrat.sharding.dtensor.operators.convolution)"
 
 
 @case("conv2d", refuses=_BANDS)

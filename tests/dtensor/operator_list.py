@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.dtensor.operator_cases import CASES, PROVEN_ELSEWHERE
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "torchstrat" / "dtensor" / "OPERATORS.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "torchstrat" / "sharding" / "dtensor" / "OPERATORS.md"
 
 _HEAD = """\
 # Operators on tensors that are cut over logical devices

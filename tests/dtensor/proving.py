@@ -17,12 +17,12 @@ from torch.nn import functional
 
 import torchstrat as ts
 from tests.dtensor.operator_cases import CASES, Case, Shapes, ways_to_cut
-from torchstrat.dtensor import moves
-from torchstrat.dtensor.axes import LogicalAxes
-from torchstrat.dtensor.devices import LogicalDevices
-from torchstrat.dtensor.moves import cut_of, recut, whole
-from torchstrat.dtensor.operators import dropout
 from torchstrat.errors import UnsupportedError
+from torchstrat.sharding.dtensor import moves
+from torchstrat.sharding.dtensor.axes import LogicalAxes
+from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.moves import cut_of, recut, whole
+from torchstrat.sharding.dtensor.operators import dropout
 
 TOLERANCE = 1e-9
 

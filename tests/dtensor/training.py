@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchstrat as ts
-from torchstrat.experiments.models import ConvNet, Mlp, RowTransformer
+from torchstrat.app.models import ConvNet, Mlp, RowTransformer
 
 STEPS = 6
 """Of whole batches; after them comes one of a single row, in which other replicas than the first have nothing to do."""

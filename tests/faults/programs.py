@@ -95,7 +95,9 @@ class AtExchange:
         sys.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "c_call" and frame.f_globals["__name__"].startswith("torchstrat.collectives.shared_memory"):
+        if event == "c_call" and frame.f_globals["__name__"].startswith(
+            "torchstrat.distributed.collectives.shared_memory"
+        ):
             self._left -= 1
             if self._left == 0:
                 self._act()

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from torchstrat import PreemptionHandler
-from torchstrat.experiments import launch, train
-from torchstrat.experiments.report import FolderReport, Report
+from torchstrat.app import launch, train
+from torchstrat.app.report import FolderReport, Report
 
 
 def main() -> int:

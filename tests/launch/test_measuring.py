@@ -65,6 +65,6 @@ def test_lines_of_other_processes_are_put_down_to_the_test_that_asked_for_them(t
 
 
 def test_a_drawing_of_the_package_has_a_mutant_of_each_line_that_compiles():
-    files = ["torchstrat/nest.py", "torchstrat/reachable.py"]
+    files = ["torchstrat/core/nest.py", "torchstrat/core/reachable.py"]
     mutants = draw(ROOT, files, seed=0, count=5, weights={})
     assert len({mutant.place for mutant in mutants}) == 5

@@ -97,7 +97,7 @@ def test_a_first_program_and_the_application_train(installed: Path, tmp_path: Pa
 def test_the_wheel_has_the_configs_and_the_application_finds_them(installed: Path, tmp_path: Path) -> None:
     (packages,) = installed.glob("lib/python3*/site-packages")
     assert (packages / f"torchstrat-{ts.__version__}.dist-info").is_dir()
-    copied = packages / "torchstrat" / "experiments" / "configs"
+    copied = packages / "torchstrat" / "app" / "configs"
     own = {file.relative_to(ROOT / "configs"): file.read_bytes() for file in (ROOT / "configs").rglob("*.yaml")}
     assert {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*.yaml")} == own
     said = run(installed / "bin" / "torchstrat", "train", "debug=smoke", "--cfg", "job", cwd=tmp_path)

@@ -30,7 +30,7 @@ import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.batch_kinds import COUNTS, KINDS, ROWS, Example, Kind, examples_of
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
-from torchstrat import nest
+from torchstrat.core import nest
 from torchstrat.data import containers, distributed, readings, rows, streams
 from torchstrat.errors import WrongTypeError
 from torchstrat.testing.fake_cluster import FakeCluster

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from tests.matrix.table import PlantedFault
-from torchstrat import gradients, optimizers, variables
+from torchstrat.core import gradients, optimizers, variables
 from torchstrat.replicas import gradient_reducer, gradient_synchronizer, optimizer_step
 from torchstrat.replicas.in_process import gradients as in_process_gradients
 from torchstrat.replicas.per_process import step_policies

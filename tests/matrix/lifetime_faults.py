@@ -12,11 +12,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tests.matrix import lifetime_servers
 from tests.matrix.on_servers import marked
 from tests.matrix.table import PlantedFault
-from torchstrat import gradients
-from torchstrat.collectives import process_group
-from torchstrat.collectives.shared_memory.common_memory import CommonMemory
-from torchstrat.collectives.shared_memory.neighbours import Neighbours
+from torchstrat.core import gradients
+from torchstrat.core.variables import VariableRegistry, WeakOrdered
 from torchstrat.data import prefetch
+from torchstrat.distributed.collectives import process_group
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory
+from torchstrat.distributed.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.parameter_server.dispatch import Recent, Resources
 from torchstrat.parameter_server.dispatcher import Dispatcher
 from torchstrat.parameter_server.worker.local_variables import Copies
@@ -24,7 +25,6 @@ from torchstrat.replicas.central.state import CentralState
 from torchstrat.replicas.in_process import baton
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.steps_outside import StepsOutside
-from torchstrat.variables import VariableRegistry, WeakOrdered
 
 Plant = Callable[[], AbstractContextManager[object]]
 

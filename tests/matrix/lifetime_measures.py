@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import shared_cache
 
 from tests.child_processes import children_of
-from torchstrat import reachable
-from torchstrat.collectives import process_group
+from torchstrat.core import reachable
+from torchstrat.distributed.collectives import process_group
 from torchstrat.parameter_server.serialization.closure_walk import names_in
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -10,12 +10,12 @@ from unittest.mock import patch
 from tests.matrix.places import LOGICAL_DEVICES
 from tests.matrix.table import PlantedFault
 from torchstrat.checkpoint import job_state
-from torchstrat.collectives import agreement, process_group, standstill, words
-from torchstrat.collectives.failures import FailureBoard
-from torchstrat.collectives.shared_memory.lockstep import Lockstep
-from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.core.variable import assignment, variable
+from torchstrat.distributed.collectives import agreement, process_group, standstill, words
+from torchstrat.distributed.collectives.failures import FailureBoard
+from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.replicas.per_process import engine as per_process
-from torchstrat.variable import assignment, variable
+from torchstrat.sharding.dtensor.devices import LogicalDevices
 
 SHARED, SOCKETS = "torchrun mirrored", "torchrun multi_worker_mirrored"
 

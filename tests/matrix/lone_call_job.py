@@ -17,8 +17,8 @@ import torchstrat as ts
 import torchstrat.checkpoint.processes
 import torchstrat.checkpoint.saving
 import torchstrat.checkpoint.writing
-import torchstrat.collectives.stop_agreement
-import torchstrat.dtensor.launch  # what cells would import in their forks, each for itself
+import torchstrat.distributed.collectives.stop_agreement
+import torchstrat.sharding.dtensor.launch  # what cells would import in their forks, each for itself
 from tests.matrix.forked_cells import folder
 from tests.matrix.places import LOGICAL_DEVICES, REPLICAS
 

@@ -22,8 +22,9 @@ from torch import nn
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
-from torchstrat import ReduceOp, gradients
-from torchstrat import losses as own_losses
+from torchstrat import ReduceOp
+from torchstrat.core import gradients
+from torchstrat.core import losses as own_losses
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import collective_functions, graph_checks
 from torchstrat.replicas.engine import StepWeights

@@ -16,7 +16,7 @@ from tests.matrix import on_servers
 from tests.matrix.optimizer_programs import Make, Program, check, check_rows_stay
 from tests.matrix.own_optimizers import OWN
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
-from torchstrat import optimizers as tiers
+from torchstrat.core import optimizers as tiers
 from torchstrat.errors import NotSendableError, UnsupportedError
 from torchstrat.parameter_server import job
 from torchstrat.parameter_server.serialization import object_table, pickler

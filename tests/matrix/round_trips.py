@@ -45,12 +45,12 @@ from tests.matrix.round_trip_ways import (
     opened,
 )
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, observe, refused
-from torchstrat import _torch_private
 from torchstrat.checkpoint import items, optimizer_item, plain, safetensors_file
-from torchstrat.dtensor import whole_states
-from torchstrat.dtensor.parameters import CutVariables
+from torchstrat.core import _torch_private
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server import job
+from torchstrat.sharding.dtensor import whole_states
+from torchstrat.sharding.dtensor.parameters import CutVariables
 
 consolidated = import_module("torchstrat.checkpoint.consolidate")  # where the function has the name of its module
 

@@ -36,15 +36,15 @@ from tests.matrix.tensor_operations import (
     refused_samples_of,
     samples_of,
 )
-from torchstrat import piece_kinds
-from torchstrat._torch_private import DisableTorchDispatch
-from torchstrat.dtensor import moves, no_values
-from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.dtensor.axes import LogicalAxes
-from torchstrat.dtensor.metadata import METADATA
-from torchstrat.dtensor.moves import recut, whole
-from torchstrat.dtensor.operators import dropout, gradients, reductions, rules
+from torchstrat.core import piece_kinds
+from torchstrat.core._torch_private import DisableTorchDispatch
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
+from torchstrat.sharding.dtensor import moves, no_values
+from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
+from torchstrat.sharding.dtensor.axes import LogicalAxes
+from torchstrat.sharding.dtensor.metadata import METADATA
+from torchstrat.sharding.dtensor.moves import recut, whole
+from torchstrat.sharding.dtensor.operators import dropout, gradients, reductions, rules
 
 SAMPLES_OF_KNOWN, SAMPLES = 4, 1
 

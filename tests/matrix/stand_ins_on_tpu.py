@@ -22,10 +22,11 @@ import torchstrat as ts
 from tests.matrix.stand_ins_on_tpu_verdicts import NO_ARGUMENTS, REFUSED, RIGHT_ELSEWHERE
 from tests.matrix.table import RIGHT, Cell, PlantedFault, Table, assert_close, refused
 from tests.matrix.tensor_operations import Operation, Sample, copied, operations, samples_of
-from torchstrat import PerReplica, nest
+from torchstrat import PerReplica
+from torchstrat.core import nest
 from torchstrat.errors import TorchstratError
-from torchstrat.tpu import step_mode
-from torchstrat.tpu.rewrites import Rewrites
+from torchstrat.sharding.tpu import step_mode
+from torchstrat.sharding.tpu.rewrites import Rewrites
 
 _TENSOR: Any = torch.Tensor
 COLUMN, PLACE = "a tensor in a TPU step", "tpu"

@@ -33,8 +33,9 @@ from torch.utils.checkpoint import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
+from torchstrat.core.buffer_rules import BufferRules
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas import optimizer_state, renormed_rows
-from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers, KeptAttributes
@@ -42,7 +43,6 @@ from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.per_process.edits import StateEdits
 from torchstrat.replicas.state import TensorSlot
 from torchstrat.replicas.state_kinds import KINDS
-from torchstrat.variables import VariableRegistry
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchstrat as ts
-from torchstrat.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version
+from torchstrat.core.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version
 from torchstrat.launch import LocalCluster
 from torchstrat.testing.spawn import spawn
 
@@ -63,7 +63,7 @@ PROGRAM = textwrap.dedent(
     import concurrent.futures, os, sys
     import torch
     from tests.multiprocess.test_kept_pages import faults
-    from torchstrat.kept_pages import give_back_pages
+    from torchstrat.core.kept_pages import give_back_pages
     import torchstrat as ts
 
     class Enough(Exception): ...

@@ -17,10 +17,10 @@ import torchstrat as ts
 from tests.dtensor import jobs, programs, proving, training
 from tests.dtensor.operator_cases import CASES, PROVEN_ELSEWHERE
 from tests.dtensor.operator_list import DOCUMENT, text
-from torchstrat.dtensor.cut_tensor import CutTensor
-from torchstrat.dtensor.operators import operators
-from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.sharding.dtensor.cut_tensor import CutTensor
+from torchstrat.sharding.dtensor.operators import operators
+from torchstrat.sharding.dtensor.parameters import CutVariables
 from torchstrat.sharding.grid import Sharding
 from torchstrat.testing import Workers, contract
 from torchstrat.testing import training as testing

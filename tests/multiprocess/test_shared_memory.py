@@ -20,10 +20,10 @@ import torch
 import torchstrat as ts
 from tests.support.central_storage import mappings, me
 from tests.support.replicas import check_processes, run_case
-from torchstrat.collectives.shared_memory import lockstep, neighbours, segment
-from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind
-from torchstrat.collectives.shared_memory.device_copies import CudaRuntime, DeviceCopies
-from torchstrat.collectives.shared_memory.lockstep import Lockstep
+from torchstrat.distributed.collectives.shared_memory import lockstep, neighbours, segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind
+from torchstrat.distributed.collectives.shared_memory.device_copies import CudaRuntime, DeviceCopies
+from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.errors import CommunicationError, UnsupportedError
 from torchstrat.testing import Workers, contract
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.child_processes import children_of
 from tests.faults.counting import QUIET, wait_until
-from torchstrat.kept_pages import environment_that_keeps_pages, glibc_version
+from torchstrat.core.kept_pages import environment_that_keeps_pages, glibc_version
 from torchstrat.launch import fork_server, local_cluster
 from torchstrat.launch.reaper import Reaper
 

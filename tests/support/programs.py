@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (sys.executable,)
 TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone")
 LAUNCH = (*PYTHON, "-m", "torchstrat.launch")
-COMMAND = (*PYTHON, "-c", "import sys; from torchstrat.cli import main; sys.argv[0] = 'torchstrat'; sys.exit(main())")
+COMMAND = (
+    *PYTHON,
+    "-c",
+    "import sys; from torchstrat.app.cli import main; sys.argv[0] = 'torchstrat'; sys.exit(main())",
+)
 """``torchstrat``, which need not be installed."""
 
 TRAIN = ROOT / "scripts" / "train.py"
@@ -70,7 +74,7 @@ def started(*command: Any, cwd: Path | None = None, **changes: str) -> Iterator[
 
 
 PRELOADED = [
-    *("pytest", "torchstrat.launch.launcher", "torchstrat.experiments.train"),
+    *("pytest", "torchstrat.launch.launcher", "torchstrat.app.train"),
     *("torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
 ]
 """The second line is what a training imports when it comes to it: an optimizer, the digits, a picture, event files."""

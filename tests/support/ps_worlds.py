@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes
 from torchstrat.parameter_server.serialization.functions import pack, pack_result, unpack, unpack_result
 from torchstrat.parameter_server.serialization.object_table import World
-from torchstrat.variables import VariableRegistry
 
 
 class Job:

@@ -47,7 +47,8 @@ def check(scheduler: Scheduler) -> None:
     assert scheduler._busy == sum(bool(process.batches) for process in scheduler._processes.values())
     assert sum(map(len, scheduler._free)) <= len(scheduler._processes), "a lost process is offered functions"
     if scheduler.pending_error is None and not scheduler._servers_lost:
-        free = scheduler._free[:1] if scheduler._sendable() and scheduler._next_is_lost() else scheduler._free
+        is_lost = scheduler._sendable() and (scheduler._again or scheduler._later_may_go())
+        free = scheduler._free[:1] if is_lost else scheduler._free
         assert not (scheduler._sendable() and any(free)), "a worker idles while functions wait"
         if scheduler._free[0] and len(scheduler._running) > scheduler._busy:
             assert scheduler._awaits_moment, "nobody will notice that functions wait for a slow one"

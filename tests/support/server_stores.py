@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.optimizers import Kind
+from torchstrat.core.optimizers import Kind
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     AppliedPushes,

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 import torchstrat as ts
 from tests.tpu.hlo import Collective, DumpFolder, Module
-from torchstrat.tpu import _functorch_private as functorch
-from torchstrat.tpu.rewrites import Rewrites
+from torchstrat.sharding.tpu import _functorch_private as functorch
+from torchstrat.sharding.tpu.rewrites import Rewrites
 
 # The originals that the controls run warn that they run replica by replica, or that torch_xla lacks their gradients.
 pytestmark = [pytest.mark.tpu, pytest.mark.filterwarnings("default")]

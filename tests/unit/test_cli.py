@@ -12,7 +12,7 @@ import pytest
 
 import torchstrat as ts
 from tests.support.programs import PYTHON, ROOT, succeed
-from torchstrat import cli
+from torchstrat.app import cli
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 
 import torchstrat as ts
 from torchstrat import cluster_resolver
-from torchstrat.cluster import DEFAULT_TIMEOUT
 from torchstrat.cluster_resolver import (
     ClusterSpec,
     KubernetesClusterResolver,
@@ -25,6 +24,8 @@ from torchstrat.cluster_resolver import (
     is_chief,
     worker_count,
 )
+from torchstrat.distributed.cluster import DEFAULT_TIMEOUT
+from torchstrat.distributed.launcher import launched_job, launched_plan
 from torchstrat.errors import (
     ClusterConfigError,
     CommunicationError,
@@ -32,7 +33,6 @@ from torchstrat.errors import (
     UnsupportedError,
     WrongTypeError,
 )
-from torchstrat.launcher import launched_job, launched_plan
 
 
 def env(text: str) -> dict[str, str]:
@@ -578,7 +578,7 @@ def test_how_long_tasks_wait_for_each_other_to_start(environ: dict[str, str], mi
 def test_a_task_whose_others_never_come_says_so(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     environment({**STEP, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"})
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # which is set before torch allocates, and stays
-    monkeypatch.setattr("torchstrat.cluster._ALL_STARTED", timedelta(seconds=0.5))
+    monkeypatch.setattr("torchstrat.distributed.cluster._ALL_STARTED", timedelta(seconds=0.5))
     with pytest.raises(CommunicationError, match=r"could not reach .* where rank 0 listens, within 0.5 s.* timeout="):
         ts.MultiWorkerMirroredStrategy()
 

@@ -1,4 +1,4 @@
-"""Every file under configs/ is composed, and says what torchstrat/config.py and the calls that it names allow."""
+"""Every file under configs/ is composed, and says what torchstrat/app/config.py and the calls that it names allow."""
 
 import inspect
 import sys
@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tests.choices import chosen
-from torchstrat import cli, registry
-from torchstrat import config as schema
+from torchstrat import registry
+from torchstrat.app import cli
+from torchstrat.app import config as schema
 from torchstrat.errors import InvalidArgumentError
 
 hydra = pytest.importorskip("hydra")
 
-from torchstrat.experiments import build, data, launch, loop, targets  # noqa: E402
+from torchstrat.app import build, data, launch, loop, targets  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))

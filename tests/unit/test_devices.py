@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchstrat import devices
-from torchstrat.devices import canonical, require_present, resolve_compute_devices, resolve_parameter_device
+from torchstrat.core import devices
+from torchstrat.core.devices import canonical, require_present, resolve_compute_devices, resolve_parameter_device
 from torchstrat.errors import DeviceError, WrongTypeError
 
 

@@ -11,13 +11,13 @@ import torch
 
 import torchstrat as ts
 from tests.choices import chosen
+from torchstrat.app import build, data, train
+from torchstrat.app.config import experiment_from_mapping
+from torchstrat.app.launch import Run
+from torchstrat.app.loop import loss_of, planned_steps, score
 from torchstrat.checkpoint.finished import mark_finished
-from torchstrat.cluster import ProcessPlan
-from torchstrat.config import experiment_from_mapping
+from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
-from torchstrat.experiments import build, data, train
-from torchstrat.experiments.launch import Run
-from torchstrat.experiments.loop import loss_of, planned_steps, score
 
 EVALUATOR = json.dumps({"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "evaluator", "index": 0}})
 

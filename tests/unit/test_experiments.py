@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torchstrat as ts
 from tests.choices import chosen
 from tests.support.programs import read_metrics
-from torchstrat import config as schema
-from torchstrat.cluster import ProcessPlan
+from torchstrat.app import build, data, targets
+from torchstrat.app import config as schema
+from torchstrat.app.launch import HandOver
+from torchstrat.app.report import FolderReport, Progress, programs_of, told
+from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
-from torchstrat.experiments import build, data, targets
-from torchstrat.experiments.launch import HandOver
-from torchstrat.experiments.report import FolderReport, Progress, programs_of, told
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
 ALONE = None

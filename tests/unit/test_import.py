@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.support.programs import PYTHON, succeed
-from torchstrat._importing import without_collection
+from torchstrat.core._importing import without_collection
 
 FORBIDDEN = ["torch.distributed.rpc", "torch.distributed.tensor", "cloudpickle", "torch_xla", "hydra", "omegaconf"]
 FORBIDDEN += ["sklearn", "matplotlib", "tensorboard", "tqdm"]
-FORBIDDEN += [f"torchstrat.{part}" for part in ("experiments", "launch", "testing")]  # what few programs need
+FORBIDDEN += [f"torchstrat.{part}" for part in ("app", "launch", "testing")]  # what few programs need
 
 PROBE = textwrap.dedent(
     """

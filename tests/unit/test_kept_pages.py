@@ -13,9 +13,16 @@ import pytest
 import torch
 
 from tests.support.server_stores import make_spec, new_shards
-from torchstrat import Server, kept_pages
+from torchstrat import Server
+from torchstrat.core import kept_pages
+from torchstrat.core.kept_pages import (
+    environment_that_keeps_pages,
+    give_back_pages,
+    glibc_version,
+    is_wanted,
+    keep_pages,
+)
 from torchstrat.errors import ClusterConfigError
-from torchstrat.kept_pages import environment_that_keeps_pages, give_back_pages, glibc_version, is_wanted, keep_pages
 from torchstrat.launch import LocalCluster
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.server.service import VariableServer

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from torchstrat.core.waiting import is_listening
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
@@ -23,7 +24,6 @@ from torchstrat.launch.output import Console, PrefixedOutput
 from torchstrat.launch.ports import ReservedPort
 from torchstrat.launch.restarts import Restarts
 from torchstrat.launch.supervised import Program, SupervisedProcess, describe_end, ordinal
-from torchstrat.waiting import is_listening
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ import torch
 
 import torchstrat as ts
 from tests.migration import TEXT, TITLES, losses, program, replaced, run
-from torchstrat.collectives.communication_options import in_own_words
+from torchstrat.distributed.collectives.communication_options import in_own_words
+from torchstrat.sharding.tpu.system import system_of
 from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
-from torchstrat.tpu.system import system_of
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def test_parameter_servers_on_a_cluster_of_threads(capsys: pytest.CaptureFixture
 
 
 def test_tpu_on_the_fake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("torchstrat.tpu.system._system", system_of(FakeSpmdRuntime(8, [2, 2, 1, 2])))
+    monkeypatch.setattr("torchstrat.sharding.tpu.system._system", system_of(FakeSpmdRuntime(8, [2, 2, 1, 2])))
     strategy = run(program("tpu"))["strategy"]
     assert (strategy.num_replicas_in_sync, strategy.num_logical_devices) == (4, 2)
     found = losses(capsys.readouterr().out)

@@ -19,9 +19,9 @@ from torch import nn, optim
 import torchstrat as ts
 from tests.support.parameter_servers import PerTensor
 from tests.support.replicas import cpus
-from torchstrat import Ftrl, optimizers
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.optimizers import (
+from torchstrat import Ftrl
+from torchstrat.core import optimizers
+from torchstrat.core.optimizers import (
     UNKNOWN,
     Gradients,
     Kind,
@@ -32,6 +32,7 @@ from torchstrat.optimizers import (
     step_in_blocks,
     tier_of,
 )
+from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, check_word
 from torchstrat.replicas.central.portions import Work, portions
@@ -487,7 +488,7 @@ def kind_of(cls: Callable[..., torch.optim.Optimizer], *shapes: tuple[int, ...],
 def test_every_optimizer_of_torch_is_listed() -> None:
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     unlisted = {cls for cls in classes if issubclass(cls, torch.optim.Optimizer)} - LISTED
-    assert unlisted == {torch.optim.Optimizer}, "decide what kind these are of, in torchstrat/optimizers.py"
+    assert unlisted == {torch.optim.Optimizer}, "decide what kind these are of, in torchstrat/core/optimizers.py"
 
 
 @pytest.mark.parametrize("name", SPLITTABLE)

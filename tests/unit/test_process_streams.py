@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from torchstrat.core.randomness import state_of
 from torchstrat.data.own_draws import OwnDraws
 from torchstrat.data.process_streams import NumpyStream, PythonStream
-from torchstrat.randomness import state_of
 
 
 def drawn() -> list[Any]:

@@ -264,7 +264,7 @@ UNSENDABLE = {
     "an optimizer": (lambda: torch.optim.SGD([torch.ones(1)], lr=0.1), "a torch.optim.sgd.SGD", IN_SCOPE),
     "a leaf": (lambda: torch.ones(1, requires_grad=True), "a torch.Tensor", IN_SCOPE),
     "a history": (lambda: torch.ones(1, requires_grad=True) * 2, "a torch.Tensor", r"value.detach\(\)"),
-    "a variable": (lambda: ts.Variable(1.0), "a torchstrat.variable.variable.Variable", "what workers assign"),
+    "a variable": (lambda: ts.Variable(1.0), "a torchstrat.core.variable.variable.Variable", "what workers assign"),
     "a strategy": (lambda: ts.OneDeviceStrategy("cpu"), "a torchstrat.*OneDeviceStrategy", "another strategy"),
 }
 

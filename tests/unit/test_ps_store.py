@@ -39,7 +39,10 @@ from tests.support.server_stores import (
     row_step,
     whole,
 )
-from torchstrat import Ftrl, host_memory
+from torchstrat import Ftrl
+from torchstrat.core import host_memory
+from torchstrat.core.host_memory import available_bytes
+from torchstrat.core.optimizers import Kind, Tier
 from torchstrat.errors import (
     CommunicationTimeoutError,
     FencedError,
@@ -47,8 +50,6 @@ from torchstrat.errors import (
     RepeatedFunctionError,
     UnsupportedError,
 )
-from torchstrat.host_memory import available_bytes
-from torchstrat.optimizers import Kind, Tier
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.messages import (
     COORDINATOR,

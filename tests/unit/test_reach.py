@@ -14,7 +14,7 @@ from scripts.measuring.reach import reached_by
     [
         ("from torchstrat.replicas.roster import Roster", {"torchstrat.replicas.roster"}),
         ("from torchstrat.replicas import roster", {"torchstrat.replicas", "torchstrat.replicas.roster"}),
-        ("import torchstrat.nest", {"torchstrat.nest"}),
+        ("import torchstrat.core.nest", {"torchstrat.core", "torchstrat.core.nest"}),
         ("import torchstrat as ts\nts.MirroredStrategy()._engine.close()", {"._engine"}),
         ("import torchstrat as ts\nts.context._frames", {"._frames"}),
         ("def f(self):\n    return self.strategy._engine", {"._engine"}),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchstrat.reachable import Start
+from torchstrat.core.reachable import Start
 
 
 class Holder:

@@ -19,12 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchstrat import gradients
-from torchstrat.collectives.shared_memory import common_memory, in_place_sum, lockstep, own_pages, segment
-from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, kind_of, size_of
-from torchstrat.collectives.shared_memory.in_place_sum import Blocks, InPlaceSum, Piece, make_chunks
-from torchstrat.collectives.shared_memory.lockstep import Lockstep, PeersMissingError
-from torchstrat.collectives.shared_memory.segment import NoRoomError, Segment
+from torchstrat.core import gradients
+from torchstrat.distributed.collectives.shared_memory import common_memory, in_place_sum, lockstep, own_pages, segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, kind_of, size_of
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import Blocks, InPlaceSum, Piece, make_chunks
+from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep, PeersMissingError
+from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError, Segment
 from torchstrat.testing.fake_device import why_no_common_memory
 
 pytestmark = pytest.mark.skipif(lockstep.why_not() is not None, reason=str(lockstep.why_not()))

@@ -14,7 +14,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.support.replicas import cpus, replica
-from torchstrat import notebook_html
+from torchstrat.core import notebook_html
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.testing import Cluster, fake_tpu_strategy
 from torchstrat.testing.fake_cluster import FakeCluster

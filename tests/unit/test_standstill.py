@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torchstrat.collectives import standstill
-from torchstrat.collectives.default_group import answers
-from torchstrat.collectives.failures import FailureBoard, StoreVisits, said_at
-from torchstrat.collectives.fresh_store import fresh_store
-from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
-from torchstrat.collectives.standstill import Channel, Standstill, StandstillError
-from torchstrat.collectives.words import Words
+from torchstrat.distributed.collectives import standstill
+from torchstrat.distributed.collectives.default_group import answers
+from torchstrat.distributed.collectives.failures import FailureBoard, StoreVisits, said_at
+from torchstrat.distributed.collectives.fresh_store import fresh_store
+from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
+from torchstrat.distributed.collectives.standstill import Channel, Standstill, StandstillError
+from torchstrat.distributed.collectives.words import Words
 from torchstrat.errors import CommunicationTimeoutError
 
 BOARD = "board"

@@ -25,7 +25,7 @@ from torchstrat.errors import (
     UnsupportedError,
     WrongTypeError,
 )
-from torchstrat.tpu import limits
+from torchstrat.sharding.tpu import limits
 
 X = own([[1.0, 2.0]], [[3.0, 0.0]])
 UNEVEN = rows_of((2, 1), columns=2)

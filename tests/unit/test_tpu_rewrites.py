@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from tests.matrix import stand_ins_on_tpu as stand_ins
 from tests.support.tpu import fake_tpu
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
-from torchstrat.tpu import _functorch_private as functorch
-from torchstrat.tpu.rewrites import Rewrites
+from torchstrat.sharding.tpu import _functorch_private as functorch
+from torchstrat.sharding.tpu.rewrites import Rewrites
 
 REPLICAS = 3
 REDUCTIONS = ("none", "mean", "sum")

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 import torchstrat as ts
 from torchstrat.cluster_resolver import TPUClusterResolver
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.sharding.tpu.coordinates import MAX_MESH_POINTS
+from torchstrat.sharding.tpu.device_order import Tiling
+from torchstrat.sharding.tpu.ring import ring_of_chips
+from torchstrat.sharding.tpu.runtime_devices import RuntimeDevices
+from torchstrat.sharding.tpu.system import default_mesh_shape, system_of
+from torchstrat.sharding.tpu.topology_wire import TopologyFields, decode, encode
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
 from torchstrat.tpu import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode, Topology
-from torchstrat.tpu.coordinates import MAX_MESH_POINTS
-from torchstrat.tpu.device_order import Tiling
-from torchstrat.tpu.ring import ring_of_chips
-from torchstrat.tpu.runtime_devices import RuntimeDevices
-from torchstrat.tpu.system import default_mesh_shape, system_of
-from torchstrat.tpu.topology_wire import TopologyFields, decode, encode
 
 examples = settings(max_examples=40, deadline=None, derandomize=True)
 

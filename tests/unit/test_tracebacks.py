@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchstrat as ts
-from torchstrat import tracebacks
+from torchstrat.core import tracebacks
 from torchstrat.testing.fake_cluster import FakeCluster
 
 PACKAGE = str(Path(ts.__file__).parent)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrat as ts
-from torchstrat import progress_bar, waiting
+from torchstrat.core import progress_bar, waiting
 from torchstrat.testing.fake_cluster import FakeCluster
 
 LONG = 3600.0  # seconds before a line: never in a test

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchstrat import context, waiting
 from torchstrat.checkpoint.pieces import OWN
-from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core import context, waiting
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.items import Item, Reads

@@ -33,7 +33,7 @@ from torchstrat.checkpoint.pieces import (
     restructured,
     unflatten,
 )
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import safetensors_file

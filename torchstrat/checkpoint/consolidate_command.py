@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from torchstrat.checkpoint.consolidate import consolidate
-from torchstrat.commands import parser_with_examples
-from torchstrat.errors import TorchstratError
+from torchstrat.core.commands import parser_with_examples
+from torchstrat.core.errors import TorchstratError
 
 
 def main(words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchstrat.checkpoint.manifest import FORMAT, NAME, check_file, read_manifest
 from torchstrat.checkpoint.stored import open_checkpoint
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 
 def damage_of(path: Path) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from torchstrat.checkpoint.manifest import Entry, contents_differ
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 _STEP_BYTES = 1 << 20
 _AT_A_TIME = 4

@@ -24,7 +24,7 @@ from torchstrat.checkpoint.entries import BlockSource, EntryFile
 from torchstrat.checkpoint.manifest import Entry, FileCheck, check_of
 from torchstrat.checkpoint.pieces import Path, Piece, key_of
 from torchstrat.checkpoint.reading import INDEX, Stored, read
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 __all__ = ["BLOCK_BYTES", "BlockSource", "Stored", "WrittenPart", "read", "write_metadata", "write_part"]
 

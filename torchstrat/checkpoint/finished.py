@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchstrat.checkpoint.manifest import sync_folder
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 NAME = "finished.json"
 _DIRECTORIES = "TORCHSTRAT_CHECKPOINT_DIRECTORIES"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchstrat.checkpoint import disk
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 
 @contextlib.contextmanager

@@ -36,12 +36,12 @@ from torchstrat.checkpoint.pieces import (
     structure_of,
     unflatten,
 )
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.variable.variable import Variable
+from torchstrat.core.whole_values import whole_value_of
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.sharded_indexing import handle_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.variable.variable import Variable
-from torchstrat.whole_values import whole_value_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored

@@ -3,7 +3,7 @@
 Under the name ``torchstrat``, which no object of a user's may have::
 
     torchstrat.process_0.torch          the default generator of the process of rank 0; ….cuda.cuda_0, ….python, ….numpy
-    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.randomness`; and what it has
+    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.core.randomness`; and what it has
                                         for itself where replicas step their own, see `torchstrat.replicas.local_state`
     torchstrat.parameter_servers        the seed of scheduled functions, and how many have ended
 
@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
 from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
-from torchstrat.randomness import seedings, state_of
+from torchstrat.core import context
+from torchstrat.core.randomness import seedings, state_of
+from torchstrat.core.variable.variable import Variable
 from torchstrat.replicas.local_state import OwnValues, mean_of, put_values
 from torchstrat.replicas.roster import Rosters
-from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Stored
     from torchstrat.checkpoint.selection import Comparison, Selection
-    from torchstrat.collectives.communicator import Communicator
+    from torchstrat.distributed.collectives.communicator import Communicator
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
-    from torchstrat.strategy import Strategy
+    from torchstrat.strategies.strategy import Strategy
 
 NAME = OWN
 

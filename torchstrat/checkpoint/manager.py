@@ -14,10 +14,10 @@ from torchstrat.checkpoint.finished import clear_finished, mark_finished, tell
 from torchstrat.checkpoint.numbered import NumberedCheckpoints
 from torchstrat.checkpoint.pending_saves import PendingSaves
 from torchstrat.checkpoint.writer_lock import WriterLock
-from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.values import misfit
 from torchstrat.parameter_server.server_loss import OnServerLoss, RaiseLoss, not_saved
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.values import misfit
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.checkpoint import Checkpoint

@@ -41,7 +41,7 @@ import torch
 
 from torchstrat.checkpoint.disk import NewFile, sync_folder
 from torchstrat.checkpoint.pieces import Path
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 __all__ = [
     "FORMAT",

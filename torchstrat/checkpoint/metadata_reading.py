@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchstrat import _torch_private
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core import _torch_private
+from torchstrat.core.errors import InvalidArgumentError
 
 _MODULE = described.__name__
 _CLASSES: Mapping[tuple[str, str], Any] = {

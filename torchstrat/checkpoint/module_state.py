@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from torchstrat import _torch_private
 from torchstrat.checkpoint.pieces import OWN, VERSIONS, Path
 from torchstrat.checkpoint.selection import is_under
+from torchstrat.core import _torch_private
 
 Versions = Mapping[str, Mapping[str, Any]]
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from torchstrat.checkpoint import disk
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat import _torch_private
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
 from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block, key_of
-from torchstrat.optimizers import is_listed, kind_of
+from torchstrat.core import _torch_private
+from torchstrat.core.optimizers import is_listed, kind_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored

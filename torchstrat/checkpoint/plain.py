@@ -26,7 +26,7 @@ from torchstrat.checkpoint.module_state import Versions, versions_of, versions_p
 from torchstrat.checkpoint.optimizer_item import OTHER_STATE, OptimizerItem
 from torchstrat.checkpoint.pieces import OWN, STRUCTURE, Path, Piece, flatten, is_block, key_of, structure_of
 from torchstrat.checkpoint.safetensors_file import mapped, versions_in
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 SAFETENSORS = ".safetensors"
 

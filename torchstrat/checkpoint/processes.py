@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from torchstrat.cluster import ProcessPlan
-from torchstrat.errors import TorchstratError
+from torchstrat.core.errors import TorchstratError
+from torchstrat.distributed.cluster import ProcessPlan
 
 if TYPE_CHECKING:
-    from torchstrat.collectives.process_group import ProcessGroupCommunicator
+    from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
 
 _TIMEOUT = timedelta(minutes=30)  # where no strategy has one
 
@@ -93,8 +93,8 @@ def all_processes(call: str, objects: Mapping[str, Any]) -> Iterator[Processes]:
         return
     # Imported here: only where there are several processes.
     from torchstrat.checkpoint.job_state import everyone_of
-    from torchstrat.collectives.agreement import agree
-    from torchstrat.collectives.process_group import ProcessGroupCommunicator
+    from torchstrat.distributed.collectives.agreement import agree
+    from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
 
     rank, size = dist.get_rank(), dist.get_world_size()
     plan = ProcessPlan(rank, size, rank, size, None, False, f"rank {rank} of {size}")

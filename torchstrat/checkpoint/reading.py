@@ -28,7 +28,7 @@ from torchstrat.checkpoint.entries import memory_of
 from torchstrat.checkpoint.entry_reading import EntryReading, Place, Taking, call_all
 from torchstrat.checkpoint.manifest import FileCheck, size_differs
 from torchstrat.checkpoint.pieces import Path, Piece, key_of
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 INDEX = ".metadata"
 

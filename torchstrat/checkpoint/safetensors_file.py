@@ -24,7 +24,7 @@ import torch
 
 from torchstrat.checkpoint.entries import memory_of
 from torchstrat.checkpoint.module_state import Versions
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 _DTYPES: dict[str, torch.dtype] = {
     code: dtype

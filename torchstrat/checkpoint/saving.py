@@ -15,8 +15,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from pathlib import Path
 
-from torchstrat.errors import CommunicationTimeoutError
-from torchstrat.tracebacks import short_tracebacks
+from torchstrat.core.errors import CommunicationTimeoutError
+from torchstrat.core.tracebacks import short_tracebacks
 
 logger = logging.getLogger("torchstrat.checkpoint")
 

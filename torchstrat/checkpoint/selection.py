@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torchstrat.checkpoint.pieces import OWN
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 _MOST_PROBLEMS = 20
 _MOST_NEAR = 3

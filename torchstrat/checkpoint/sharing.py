@@ -14,7 +14,7 @@ from typing import Any
 
 from torchstrat.checkpoint.items import Writes
 from torchstrat.checkpoint.pieces import Path, key_of
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 _SHARED_BYTES = 1 << 20
 """Smaller tensors are not worth another file: the first that holds them writes them."""

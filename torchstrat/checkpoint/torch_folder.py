@@ -31,7 +31,7 @@ from torchstrat.checkpoint.manifest import FileCheck, check_file
 from torchstrat.checkpoint.metadata_reading import read_metadata
 from torchstrat.checkpoint.pieces import Path, Piece
 from torchstrat.checkpoint.reading import INDEX
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)

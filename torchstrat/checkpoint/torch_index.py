@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchstrat import _torch_private
 from torchstrat.checkpoint.manifest import Entry, FileCheck
 from torchstrat.checkpoint.pieces import key_of
+from torchstrat.core import _torch_private
 
 
 def packed_metadata(files: Mapping[str, FileCheck]) -> bytes:

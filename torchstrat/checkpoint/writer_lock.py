@@ -10,7 +10,7 @@ import warnings
 import weakref
 from pathlib import Path
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 
 NAME = ".writer.lock"
 

@@ -24,8 +24,8 @@ from torchstrat.checkpoint.manifest import write_manifest
 from torchstrat.checkpoint.processes import Processes
 from torchstrat.checkpoint.sharing import offers_of, refuse_twice, selected, share
 from torchstrat.checkpoint.stored import INDEX
-from torchstrat.errors import InvalidArgumentError
-from torchstrat.host_memory import check_fits
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.host_memory import check_fits
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServerCut, ServersWritten

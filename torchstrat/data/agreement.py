@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchstrat import nest
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.core import nest
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError
 from torchstrat.data import rows
 from torchstrat.data.streams import Step
-from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.distributed.collectives.communicator import Communicator
 
 
 class _Report(NamedTuple):

@@ -1,4 +1,4 @@
-"""What of a batch is opened: the containers of `torchstrat.nest`, and dataclasses.
+"""What of a batch is opened: the containers of `torchstrat.core.nest`, and dataclasses.
 
 A program's own containers are rebuilt by their own protocol, or refused by name; values that were computed when one
 was made are never those of other rows.
@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from torchstrat import nest
-from torchstrat.errors import WrongTypeError
+from torchstrat.core import nest
+from torchstrat.core.errors import WrongTypeError
 
 _MISSING: Final = object()
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 
 class ArrayDataset(Pipeline):

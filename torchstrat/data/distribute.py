@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.values import misfit, require_callable
 from torchstrat.data import spec
 from torchstrat.data.autoshard import chosen_policy, shard
 from torchstrat.data.distributed import DistributedDataset, Feed, Reading
@@ -23,11 +25,9 @@ from torchstrat.data.position import Resume, Saved, Terms
 from torchstrat.data.sources import Source, make_source, refuse_distributed
 from torchstrat.data.standing import FixedSizes, StepPerItem
 from torchstrat.data.streams import bare_steps, element_steps
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.values import misfit, require_callable
 
 if TYPE_CHECKING:
-    from torchstrat.strategy import Strategy
+    from torchstrat.strategies.strategy import Strategy
 
 
 def distribute_dataset(

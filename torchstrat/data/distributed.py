@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from torchstrat import nest, notebook_html
+from torchstrat.core import context, nest, notebook_html
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 from torchstrat.data import rows
 from torchstrat.data.agreement import PassEnd, StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
@@ -20,12 +23,9 @@ from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
 from torchstrat.data.progress import Progress, state_of
 from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
-from torchstrat.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
-    from torchstrat.strategy import Strategy
+    from torchstrat.strategies.strategy import Strategy
 
 StateT = TypeVar("StateT")
 
@@ -397,8 +397,6 @@ def _is_alike(first: nest.Nest, other: nest.Nest) -> bool:
 
 
 def _require_outside_replicas(strategy: Strategy, call: str) -> None:
-    from torchstrat import context  # above this package; it needs a strategy, which needs input
-
     if not context.has_strategy():
         return
     context.require_not_mixed(strategy, call)

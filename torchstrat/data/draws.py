@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import spec
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams
-from torchstrat.errors import InvalidArgumentError
 
 Index = Any
 """What a sampler yields: a list of indices for a batch, or one index where the dataset makes the batches."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
 
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import spec
 from torchstrat.data.loader_batches import CollateAndSplit
 from torchstrat.data.own_draws import (
@@ -33,7 +34,6 @@ from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, rows_of, skip, skip_extra
-from torchstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from torchstrat.data.sources import FileSource

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.values import BatchInfo, PerReplica
+from torchstrat.core.values import BatchInfo, PerReplica
+from torchstrat.distributed.collectives.communicator import Communicator
 
 
 class BatchPlacement(Protocol):

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.data import rows, spec
 from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
@@ -38,7 +39,6 @@ from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files
 from torchstrat.data.streams import Step
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
 
 
 class LoaderSource(Source):

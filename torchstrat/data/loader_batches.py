@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
 from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
@@ -19,7 +20,6 @@ from torchstrat.data.own_draws import COMMON, OwnDraws
 from torchstrat.data.readings import MARKS, CollateReading, copies, require_aligned
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 Collate = Callable[[list[Any]], nest.Nest]
 

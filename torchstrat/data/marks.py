@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from torchstrat import nest
-from torchstrat._torch_private import pinned
+from torchstrat.core import nest
+from torchstrat.core._torch_private import pinned
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import containers
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 MarkedT = TypeVar("MarkedT", bound="Marked")
 

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 EnumT = TypeVar("EnumT", bound=enum.Enum)
 

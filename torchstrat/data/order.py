@@ -25,13 +25,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
+from torchstrat.core.randomness import state_of
 from torchstrat.data.draws import Draws, Index
 from torchstrat.data.own_draws import Seeds
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
-from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
-from torchstrat.randomness import state_of
+from torchstrat.distributed.collectives.communicator import Communicator
 
 BATCHES_PER_MESSAGE = 16
 """Enough to make the message's latency not count; few enough for samplers that follow the training."""

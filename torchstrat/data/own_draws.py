@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
+from torchstrat.core.randomness import state_of
+from torchstrat.core.reachable import Start
 from torchstrat.data.pipeline import Pipeline
 from torchstrat.data.process_streams import NUMPYS, PYTHONS, NumpyStream, PythonStream
 from torchstrat.data.random_states import RandomStreams
-from torchstrat.randomness import state_of
-from torchstrat.reachable import Start
 
 logger = logging.getLogger("torchstrat.data")
 T = TypeVar("T")

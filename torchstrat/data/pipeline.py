@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import rows, spec
 from torchstrat.data.prefetch import Ahead, Prefetcher
 from torchstrat.data.streams import cut_stream
-from torchstrat.errors import InvalidArgumentError
 
 SHARD_HINT: Final = -1
 """``dataset.shard(SHARD_HINT, SHARD_HINT)`` marks where the HINT policy shards: by process, once that is known."""

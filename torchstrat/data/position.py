@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data.options import AutoShardPolicy
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 T = TypeVar("T")
 VERSION = 1

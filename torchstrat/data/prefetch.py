@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 
-from torchstrat import nest
+from torchstrat.core import nest
 from torchstrat.data import containers, rows
 from torchstrat.data.streams import Step
 

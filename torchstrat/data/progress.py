@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError
 from torchstrat.data.position import VERSION, Terms, stream_state
 from torchstrat.data.standing import Places, Standing
 from torchstrat.data.streams import Step
-from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.distributed.collectives.communicator import Communicator
 
 _WHAT = "the position in a distributed dataset"
 

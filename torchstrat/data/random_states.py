@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torchstrat.randomness import state_of
-from torchstrat.reachable import GENERATOR_TYPES
+from torchstrat.core.randomness import state_of
+from torchstrat.core.reachable import GENERATOR_TYPES
 
 SHARED = ("torch", "python", "numpy")
 """The streams of a process that anybody may draw from."""

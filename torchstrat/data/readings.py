@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import rows, spec
 from torchstrat.data.containers import children, is_container, is_opaque, names, rebuild
 from torchstrat.data.marks import Along, Examples, Marked, can_mark
-from torchstrat.errors import InvalidArgumentError
 
 MARKS = (
     "ts.data.axis(x, 1) where its rows are along dim 1, ts.data.same(x) where every replica gets all of it, "

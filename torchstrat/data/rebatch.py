@@ -10,7 +10,7 @@ loses a row here.
 
 from __future__ import annotations
 
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 
 def equal_chunks(rows: int, num_replicas: int) -> tuple[int, ...]:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.data.containers import children, is_container, is_opaque, rebuild
 from torchstrat.data.marks import Along, Examples, Marked, Same
 from torchstrat.data.rebatch import equal_chunks
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.tensor_bytes import bytes_of
 
 Leaf = Any
 

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from torch.nn.utils.rnn import PackedSequence
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.data import rows, spec
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams
-from torchstrat.errors import InvalidArgumentError, TorchstratError
 
 _END: Final[Any] = object()
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchstrat import nest
-from torchstrat._torch_private import iterates_as_torch_does
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.core import nest
+from torchstrat.core._torch_private import iterates_as_torch_does
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
 from torchstrat.data import rows, spec
 from torchstrat.data.containers import children, is_container
 from torchstrat.data.datasets import ArrayDataset
@@ -30,7 +30,7 @@ from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
+from torchstrat.distributed.collectives.communicator import Communicator
 
 logger = logging.getLogger("torchstrat.data")
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.randomness import state_of
 from torchstrat.data import rows
 from torchstrat.data.marks import Along, Examples, Same
-from torchstrat.randomness import state_of
 
 DType = Any  # torch.dtype, or numpy.dtype(object) for strings
 

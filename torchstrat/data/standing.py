@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchstrat import nest
+from torchstrat.core import nest
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.position import Place, Saved, Stream
 from torchstrat.data.readings import require_aligned

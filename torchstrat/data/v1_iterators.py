@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError, WrongTypeError
+from torchstrat.core.values import require_callable
 from torchstrat.data import rows
 from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.distribute import hand_out_elements, input_context
@@ -19,11 +21,9 @@ from torchstrat.data.options import InputContext, InputOptions, InputReplication
 from torchstrat.data.pipeline import stack
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.sources import Source, make_source, refuse_distributed
-from torchstrat.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError, WrongTypeError
-from torchstrat.values import require_callable
 
 if TYPE_CHECKING:
-    from torchstrat.strategy import Strategy
+    from torchstrat.strategies.strategy import Strategy
 
 
 class InputIterator:

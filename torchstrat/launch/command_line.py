@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchstrat.commands import parser_with_examples
+from torchstrat.core.commands import parser_with_examples
 from torchstrat.launch.fork_server import START_METHODS, StartMethod
 
 USAGE_ERROR = 2

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from torchstrat.cluster_spec import EVALUATOR
+from torchstrat.distributed.cluster_spec import EVALUATOR
 from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy

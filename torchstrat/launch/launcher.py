@@ -14,15 +14,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torchstrat.checkpoint.finished import told_directories
-from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
-from torchstrat.errors import TorchstratError
+from torchstrat.checkpoint.preemption import EXIT_CODE
+from torchstrat.core.errors import TorchstratError
+from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
 from torchstrat.launch.command_line import USAGE_ERROR, LaunchOptions, parse
 from torchstrat.launch.evaluator import EvaluatorProcess
 from torchstrat.launch.local_cluster import SERVER_COMMAND, Cluster
 from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy, Restarts
-from torchstrat.preemption import EXIT_CODE
 
 _LOOK_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torchstrat import notebook_html
-from torchstrat.cluster_resolver import SimpleClusterResolver
-from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
-from torchstrat.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
-from torchstrat.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
+from torchstrat.core import notebook_html
+from torchstrat.core.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
+from torchstrat.core.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
+from torchstrat.core.waiting import is_listening
+from torchstrat.distributed.cluster_resolver import SimpleClusterResolver
+from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.launch.fork_server import (
     START_METHODS,
     ForkedProcess,
@@ -34,7 +35,6 @@ from torchstrat.launch.supervised import Process, Program, Starter, SupervisedPr
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
-from torchstrat.waiting import is_listening
 
 SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")
 GRACE_SECONDS = 10.0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Protocol
 
-from torchstrat.errors import CommunicationTimeoutError, ContextError
+from torchstrat.core.errors import CommunicationTimeoutError, ContextError
 from torchstrat.launch.output import Console, PrefixedOutput
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy, Restarts

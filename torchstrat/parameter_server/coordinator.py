@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from numpy.typing import NDArray
 
-from torchstrat import nest
-from torchstrat.cluster_spec import WORKER
-from torchstrat.errors import (
+from torchstrat.core import nest
+from torchstrat.core.errors import (
     CancelledByServerLossError,
     CommunicationTimeoutError,
     FunctionSetAsideError,
@@ -22,6 +21,9 @@ from torchstrat.errors import (
     RepeatedFunctionError,
     WrongTypeError,
 )
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.values import require_callable, require_kwargs, require_list_or_tuple
+from torchstrat.distributed.cluster_spec import WORKER
 from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.interface import Task
@@ -54,8 +56,6 @@ from torchstrat.parameter_server.server_loss import (
 from torchstrat.parameter_server.waiting import held_back
 from torchstrat.parameter_server.worker.executor import current_worker_index
 from torchstrat.parameter_server.worker_sessions import release
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.values import require_callable, require_kwargs, require_list_or_tuple
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import Checkpoint, CheckpointManager

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchstrat.core.errors import ClosureInputError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.data.marks import unmarked
-from torchstrat.errors import ClosureInputError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import Peer
 

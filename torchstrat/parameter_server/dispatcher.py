@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     CommunicationTimeoutError,
     ContextError,
     FunctionSetAsideError,
     ParameterServerUnavailable,
     TorchstratError,
 )
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server import scheduler_events as ev
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.job import Job

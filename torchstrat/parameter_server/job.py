@@ -14,12 +14,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat import waiting
-from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.checkpoint.pieces import is_block
-from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
-from torchstrat.optimizers import Tier, is_listed
+from torchstrat.core import waiting
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.errors import (
+    CommunicationError,
+    ParameterServerUnavailable,
+    PeerUnavailableError,
+    UnsupportedError,
+)
+from torchstrat.core.optimizers import Tier, is_listed
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server import dispatch
 from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.interface import Handler, Peer, Task
@@ -56,15 +62,12 @@ from torchstrat.parameter_server.variables.placement import (
 )
 from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, as_they_are
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
-from torchstrat.variables import VariableRegistry
 
 _MOST_UNSEEN_FUNCTIONS = 2**20
 """How far the number of a function that a coordinator has dispatched may be above those that the servers have heard of:
 functions that push nothing, and the length of its queue, with room to spare."""
 
-_SIGN_OF_LIFE_SECONDS = 5.0
-"""How long a server that a worker cannot reach has to answer the coordinator."""
-
+_SIGN_OF_LIFE_SECONDS = 5.0  # within which a server that a worker cannot reach has to answer the coordinator
 _MOST_CUT_OFF = 3
 
 
@@ -84,8 +87,7 @@ class Job:
         kinds: Kinds | None = None,
         timeout_seconds: float,
     ) -> None:
-        self.membership = membership
-        self.endpoint = membership.endpoint
+        self.membership, self.endpoint = membership, membership.endpoint
         self.num_servers, self.num_workers = num_servers, num_workers
         self.servers = ServerGroup(self.endpoint, timeout_seconds=timeout_seconds)
         sender = CoordinatorSender(self.endpoint.peer.incarnation)

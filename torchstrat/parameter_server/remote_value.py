@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 import torch
 from numpy.typing import NDArray
 
-from torchstrat import nest
+from torchstrat.core import nest
+from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.values import misfit
 from torchstrat.data import spec
-from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.dispatch import ResourceSpec
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.values import misfit
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator

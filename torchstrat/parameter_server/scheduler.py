@@ -63,7 +63,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Any
 
-from torchstrat.errors import CommunicationError, FunctionSetAsideError, InvalidArgumentError
+from torchstrat.core.errors import CommunicationError, FunctionSetAsideError, InvalidArgumentError
 from torchstrat.parameter_server.scheduler_events import (
     Action,
     AllDone,
@@ -404,7 +404,7 @@ class Scheduler:
         if self._servers_lost or self._server_error is not None or self._function_error is not None:
             return
         while (process := self._next_free()) is not None and (waiting := self._sendable()):
-            is_repeated = self._next_is_lost()
+            is_repeated = bool(self._again) or self._later_may_go()
             if is_repeated and process.batches:
                 return  # the next one that has nothing takes it, before everything else
             functions = (self._pop_lost(),) if is_repeated else self._pop(self._size_of_batch(waiting))
@@ -429,10 +429,6 @@ class Scheduler:
             return bool(self._later)
         has_all_begun = len(self._running) == self._busy  # what is at a worker behind another one has not
         return has_all_begun and not self._back and self._next >= self._later[0][0]
-
-    def _next_is_lost(self) -> bool:
-        """Whether the next to be sent was lost before. Something may be sent."""
-        return bool(self._again) or self._later_may_go()
 
     def _pop_lost(self) -> int:
         return heappop(self._again) if self._again else self._later.popleft()[1]

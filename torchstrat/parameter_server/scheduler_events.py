@@ -12,7 +12,7 @@ from collections.abc import Iterable, KeysView
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchstrat.errors import CancelledByServerLossError, CancelledError, ParameterServerUnavailable
+from torchstrat.core.errors import CancelledByServerLossError, CancelledError, ParameterServerUnavailable
 
 MAX_ATTEMPTS = 5
 """How often a function is run whose worker is lost each time, if nothing else is said."""

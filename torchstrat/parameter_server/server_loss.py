@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     CancelledByServerLossError,
     ContextError,
     InvalidArgumentError,

@@ -17,14 +17,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     CommunicationError,
     InvalidArgumentError,
     NotSendableError,
     ParameterServerUnavailable,
     WrongTypeError,
 )
+from torchstrat.core.reachable import HELPER_TYPES
+from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
     Arguments,
@@ -52,9 +55,6 @@ from torchstrat.parameter_server.scheduler_events import (
 )
 from torchstrat.parameter_server.serialization.functions import Packed, unpack_exception
 from torchstrat.parameter_server.transport.envelopes import pack
-from torchstrat.reachable import HELPER_TYPES
-from torchstrat.variable.variable import Variable
-from torchstrat.variables import VariableRegistry
 
 
 @dataclass(slots=True)

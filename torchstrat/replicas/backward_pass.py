@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchstrat._torch_private import uncompiled
-from torchstrat.errors import ReplicaDivergenceError, UnsupportedError
+from torchstrat.core._torch_private import uncompiled
+from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
 
 
 class EndOfPass:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchstrat.collectives.communicator import Communicator, Work
+from torchstrat.distributed.collectives.communicator import Communicator, Work
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket is under way early
 BUCKET_BYTES = 25 << 20

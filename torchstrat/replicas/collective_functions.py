@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from torchstrat import nest
-from torchstrat.errors import WrongTypeError
-from torchstrat.reduction import ReduceOp, as_tensor
+from torchstrat.core import nest
+from torchstrat.core.errors import WrongTypeError
+from torchstrat.core.reduction import ReduceOp, as_tensor
 
 Exchange = Callable[..., Any]
 

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchstrat import nest
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.core import nest
+from torchstrat.core.errors import StrategyMixingError, StructureMismatchError
+from torchstrat.core.memory import Copies
+from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.values import BatchInfo, PerReplica, Weights
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.data.layout import InputLayout
-from torchstrat.errors import StrategyMixingError, StructureMismatchError
-from torchstrat.memory import Copies
-from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.values import BatchInfo, PerReplica, Weights
-from torchstrat.variables import VariableRegistry
+from torchstrat.distributed.collectives.communicator import Communicator
 
 
 class StepWeights:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
-from torchstrat.errors import UnsupportedError
-from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.gradients import CombinedGradient, Owned, is_left_over, is_plain
+from torchstrat.core.reduction import ReduceOp
 from torchstrat.replicas.roster import Layout, Roster
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from torchstrat.collectives.communicator import Communicator, SumsInPlace
-from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.gradients import Owned, is_plain, share_memory
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.gradients import Owned, is_plain, share_memory
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.replicas.buckets import Bucket, make_buckets
 from torchstrat.replicas.gradient_records import GradientRecords
 from torchstrat.replicas.sparse_gradients import sum_of_sparse

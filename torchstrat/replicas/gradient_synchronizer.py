@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from torchstrat import hook_registrations
-from torchstrat._torch_private import queue_backward_callback
-from torchstrat.collectives.agreement import agree, agree_and_sum, all_equal
-from torchstrat.collectives.communicator import Communicator, SumsInPlace
-from torchstrat.gradients import CombinedGradient, is_watched, share_memory, shares
-from torchstrat.reduction import ReduceOp
+from torchstrat.core import hook_registrations
+from torchstrat.core._torch_private import queue_backward_callback
+from torchstrat.core.gradients import CombinedGradient, is_watched, share_memory, shares
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.distributed.collectives.agreement import agree, agree_and_sum, all_equal
+from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.replicas.backward_pass import EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
 from torchstrat.replicas.buckets import Plan, Plans
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus

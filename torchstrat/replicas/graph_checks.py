@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_of
-from torchstrat.context import get_replica_context
-from torchstrat.errors import UnsupportedError
-from torchstrat.reduction import ReduceOp
+from torchstrat.core._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_of
+from torchstrat.core.context import get_replica_context
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.renormed_rows import renormed_weights
-from torchstrat.variables import VariableRegistry
 
 _NOTHING = nullcontext()
 _ADDING = frozenset({"AddBackward0", "SubBackward0", "NegBackward0"})

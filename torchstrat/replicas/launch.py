@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchstrat import waiting
-from torchstrat.cluster import ProcessPlan
-from torchstrat.devices import local_devices, require_present, resolve_compute_devices, resolve_parameter_device
-from torchstrat.errors import DeviceError, InvalidArgumentError, WrongTypeError
-from torchstrat.extended import StrategyExtended
-from torchstrat.logical_devices import check_mesh_shape
-from torchstrat.reduction import ReduceOp
+from torchstrat.core import waiting
+from torchstrat.core.devices import local_devices, require_present, resolve_compute_devices, resolve_parameter_device
+from torchstrat.core.errors import DeviceError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
+from torchstrat.sharding.logical_devices import check_mesh_shape
 from torchstrat.sharding.rules import ShardingRules
+from torchstrat.strategies.extended import StrategyExtended
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
 """How processes may talk: what is there, memory that they share on one host, or torch.distributed's process group."""
@@ -112,7 +112,7 @@ def place_replicas(
         central = places[0] if isinstance(policy, PrimaryUpdate) else None
         strategy._engine = InProcessReplicas(strategy, found, central, op, local)
     elif logical is not None and logical.devices > 1:
-        from torchstrat.dtensor.launch import replicas_of_processes
+        from torchstrat.sharding.dtensor.launch import replicas_of_processes
 
         strategy._engine = strategy._annotator = replicas_of_processes(
             strategy,
@@ -144,9 +144,9 @@ def _one_replica(
     """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
     processes can share it."""
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
-    from torchstrat.collectives.choose import choose_communicator
-    from torchstrat.collectives.communicator import SharesMemory
-    from torchstrat.collectives.shared_memory.device_copies import device_copies
+    from torchstrat.distributed.collectives.choose import choose_communicator
+    from torchstrat.distributed.collectives.communicator import SharesMemory
+    from torchstrat.distributed.collectives.shared_memory.device_copies import device_copies
     from torchstrat.replicas.per_process.engine import PerProcessReplica
     from torchstrat.replicas.per_process.local_engine import LocalProcessReplica
     from torchstrat.replicas.per_process.step_pages import StepPages

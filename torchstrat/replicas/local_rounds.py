@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.collectives.agreement import agree, all_equal
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.optimizers import stepped_by
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.core.optimizers import stepped_by
+from torchstrat.distributed.collectives.agreement import agree, all_equal
+from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.update_policies import END_OF_ROUND, LocalUpdate, Replica
 

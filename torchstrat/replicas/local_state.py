@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.optimizers import stepped_by
-from torchstrat.randomness import ROUND, ReplicaStreams
+from torchstrat.core.optimizers import stepped_by
+from torchstrat.core.randomness import ROUND, ReplicaStreams
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.local_rounds import LocalRounds
 from torchstrat.replicas.roster import Roster
-from torchstrat.variables import VariableRegistry
 
 State = dict[Any, Any]
 """An optimizer's, by the tensor."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.roster import Roster
-from torchstrat.variables import VariableRegistry
 
 
 class Newborn:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import (
+from torchstrat.core._torch_private import (
     after_step,
     before_step,
     optimizer_post_hooks,
@@ -23,11 +23,11 @@ from torchstrat._torch_private import (
     put_clipping_hook,
     remove_clipping_hook,
 )
-from torchstrat.collectives.agreement import agree
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.gradients import shares
-from torchstrat.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.gradients import shares
+from torchstrat.core.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.distributed.collectives.agreement import agree
+from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.distributed.collectives.communicator import Communicator
 
 
 def sum_of_sparse(

@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat.gradients import CombinedGradient
-from torchstrat.piece_kinds import plain_kind
-from torchstrat.reachable import address_of, has_address
+from torchstrat.core.gradients import CombinedGradient
+from torchstrat.core.piece_kinds import plain_kind
+from torchstrat.core.reachable import address_of, has_address
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 
 

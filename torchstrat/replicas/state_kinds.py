@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.collectives.agreement import fingerprint
-from torchstrat.variables import VariableRegistry
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.distributed.collectives.agreement import fingerprint
 
 Digest = tuple[Any, ...]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import after_step, before_step
+from torchstrat.core._torch_private import after_step, before_step
 
 
 class Step(Protocol):

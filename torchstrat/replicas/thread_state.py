@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchstrat._torch_private import (
+from torchstrat.core._torch_private import (
     DisableTorchFunction,
     count_dispatch_modes,
     count_function_modes,

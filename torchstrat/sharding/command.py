@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat.commands import named_object, parser_with_examples
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.commands import named_object, parser_with_examples
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.explain import Explanation, explain_tensors
 from torchstrat.sharding.grid import DeviceGrid
 from torchstrat.sharding.layout import ShardedEntry

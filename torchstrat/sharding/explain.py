@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchstrat import notebook_html
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core import notebook_html
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.sharding.grid import DeviceGrid
 from torchstrat.sharding.layout import Layout, ShardedEntry, joined_names, runs, shape_text, size_text
 from torchstrat.sharding.text import drawing, grid_table, table

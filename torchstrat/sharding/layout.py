@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding, logical_axis
 
 RUNS_SHOWN = 4

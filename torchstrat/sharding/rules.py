@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.grid import REPLICA_AXIS, Sharding, logical_axis
 
 DimensionRule: TypeAlias = str | Sequence[str] | None

@@ -1,1 +1,5 @@
-"""One final class per file. `torchstrat.registry` names them."""
+"""`Strategy`, one final class per file, the registry that names them, and TensorFlow's spellings (``tf_*``).
+
+`policy` is what a strategy of one's own is made of; `estimates` says what a program takes under each before it runs.
+Imports from every folder that trains; only `launch`, `app` and `testing` import from here.
+"""

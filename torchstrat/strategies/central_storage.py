@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.errors import InvalidArgumentError
-from torchstrat.launcher import join_job
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.variable.storage import VariablePlacement
+from torchstrat.distributed.launcher import join_job
 from torchstrat.replicas.launch import check_collectives, place_replicas
 from torchstrat.replicas.update_policies import ShardedUpdate
-from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.variable.storage import VariablePlacement
+from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 _GRADIENTS = ("everywhere", "owner")
 

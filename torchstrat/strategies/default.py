@@ -6,15 +6,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, final
 
-from torchstrat import context
-from torchstrat.context import ReplicaContext
-from torchstrat.errors import ContextError, UnsupportedError
-from torchstrat.extended import StrategyExtended
-from torchstrat.reduction import ReduceOp
+from torchstrat.core import context
+from torchstrat.core.context import ReplicaContext
+from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.value_functions import ValueContext
+from torchstrat.core.variable.storage import VariablePlacement
 from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.strategy import Strategy
-from torchstrat.value_functions import ValueContext
-from torchstrat.variable.storage import VariablePlacement
+from torchstrat.strategies.extended import StrategyExtended
+from torchstrat.strategies.strategy import Strategy
 
 _NO_DEVICES = "the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy()."
 _NO_PROCESSES = "the default strategy has no processes to share a program between; create a strategy."

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat import policy
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.tracebacks import short_tracebacks
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.strategies import policy
+from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 
 class LocalSGD(policy.LocalUpdate):

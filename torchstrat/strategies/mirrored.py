@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.errors import UnsupportedError
-from torchstrat.launcher import join_job
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.distributed.launcher import join_job
 from torchstrat.replicas.launch import LogicalLayout, check_collectives, place_replicas
 from torchstrat.replicas.update_policies import ReplicatedUpdate
-from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.tracebacks import short_tracebacks
+from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 
 @final
@@ -34,7 +34,7 @@ class MirroredStrategy(Strategy):
         allow_several_hosts: `MirroredStrategy` refuses processes on several machines unless told otherwise; there
             `MultiWorkerMirroredStrategy` says what is meant.
         logical_devices_per_replica: the processes that compute one replica together: torchrun then starts replicas x so
-            many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.dtensor`.
+            many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.sharding.dtensor`.
         sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
             ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
-from torchstrat.collectives.communication_options import CommunicationOptions, in_own_words
-from torchstrat.devices import resolve_compute_devices
-from torchstrat.errors import WrongTypeError
-from torchstrat.launcher import join_job
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.devices import resolve_compute_devices
+from torchstrat.core.errors import WrongTypeError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.distributed.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+from torchstrat.distributed.collectives.communication_options import CommunicationOptions, in_own_words
+from torchstrat.distributed.launcher import join_job
 from torchstrat.replicas.launch import LogicalLayout, check_collectives, place_replicas
 from torchstrat.replicas.update_policies import ReplicatedUpdate
-from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.tracebacks import short_tracebacks
+from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 
 @final
@@ -35,7 +35,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
             had. `extended.describe` says which one is in use, and why.
         logical_devices_per_replica: the processes that compute one replica together: torchrun then starts replicas x so
-            many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.dtensor`.
+            many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.sharding.dtensor`.
         sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
             ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one

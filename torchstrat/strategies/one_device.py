@@ -5,14 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.devices import resolve_compute_devices
-from torchstrat.extended import StrategyExtended
-from torchstrat.launcher import require_one_process
-from torchstrat.reduction import ReduceOp
+from torchstrat.core.devices import resolve_compute_devices
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.variable.storage import VariablePlacement
+from torchstrat.distributed.launcher import require_one_process
 from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.variable.storage import VariablePlacement
+from torchstrat.strategies.extended import StrategyExtended
+from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 
 @final

@@ -17,27 +17,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat import nest
-from torchstrat._torch_private import optimizers_without_compiler
-from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
+from torchstrat.core import nest
+from torchstrat.core._torch_private import optimizers_without_compiler
+from torchstrat.core.devices import resolve_compute_devices
+from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.core.variable.variable import Variable
 from torchstrat.data.options import InputContext, InputOptions
-from torchstrat.devices import resolve_compute_devices
-from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.extended import StrategyExtended
-from torchstrat.extended.destinations import join_places
+from torchstrat.distributed.cluster_resolver import ClusterResolver
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.membership.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.variable.storage import Cell, Storage, VariablePlacement
-from torchstrat.variable.variable import Variable
+from torchstrat.strategies.extended import StrategyExtended
+from torchstrat.strategies.extended.destinations import join_places
+from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator

@@ -8,23 +8,23 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.extended import StrategyExtended
-from torchstrat.launcher import require_one_process
-from torchstrat.logical_devices import check_mesh_shape
-from torchstrat.reduction import ReduceOp
-from torchstrat.resolver_interface import ClusterResolver
-from torchstrat.run_options import RunOptions
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.run_options import RunOptions
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.distributed.launcher import require_one_process
+from torchstrat.distributed.resolver_interface import ClusterResolver
 from torchstrat.sharding.grid import DeviceGrid
+from torchstrat.sharding.logical_devices import check_mesh_shape
 from torchstrat.sharding.rules import ShardingRules
-from torchstrat.strategy import Strategy
-from torchstrat.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
-from torchstrat.tpu.device_assignment import DeviceAssignment
-from torchstrat.tpu.engine import SpmdReplicas
-from torchstrat.tpu.spmd import SpmdRuntime
-from torchstrat.tpu.system import TpuSystem, initialize_tpu_system, system_of, the_system
-from torchstrat.tracebacks import short_tracebacks
-from torchstrat.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.sharding.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
+from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
+from torchstrat.sharding.tpu.engine import SpmdReplicas
+from torchstrat.sharding.tpu.spmd import SpmdRuntime
+from torchstrat.sharding.tpu.system import TpuSystem, initialize_tpu_system, system_of, the_system
+from torchstrat.strategies.extended import StrategyExtended
+from torchstrat.strategies.strategy import Strategy
 
 
 @final

@@ -91,8 +91,8 @@ def _answer(request: Request) -> Answer:
                 "the function returned and left the default process group behind, which the next one would meet; "
                 "end with strategy.close(), or with torch.distributed.destroy_process_group()."
             )
-        if "torchstrat.collectives.default_group" in sys.modules:  # else nothing has met
-            sys.modules["torchstrat.collectives.default_group"].forget_meeting_points()
+        if "torchstrat.distributed.collectives.default_group" in sys.modules:  # else nothing has met
+            sys.modules["torchstrat.distributed.collectives.default_group"].forget_meeting_points()
     except BaseException as error:  # SystemExit too: it must not look like a crash
         reason = "".join(traceback.format_exception_only(error)).splitlines()[0]
         return Answer(None, reason, traceback.format_exc())

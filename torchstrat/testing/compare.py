@@ -30,8 +30,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.data import rows, unmarked
-from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import contract
 from torchstrat.testing.spawn import Workers
 from torchstrat.testing.training import Snapshot, dtype_and_seed, read

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.testing.contract import CASES
 from torchstrat.testing.references import named_losses, step_for
 from torchstrat.testing.training import Batch, Case, Snapshot, read

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.testing.references import named_losses, step_for
 from torchstrat.testing.training import Case, Snapshot, read
 

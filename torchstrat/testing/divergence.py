@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import torchstrat as ts
-from torchstrat.errors import ReplicaError, TorchstratError
+from torchstrat.core.errors import ReplicaError, TorchstratError
 from torchstrat.testing.training import Batch, Mlp, Snapshot, read, regression, squared_error
 
 REPLICA = 1

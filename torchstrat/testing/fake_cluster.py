@@ -21,9 +21,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from torchstrat.cluster_resolver import SimpleClusterResolver
-from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
-from torchstrat.errors import CommunicationTimeoutError
+from torchstrat.core.errors import CommunicationTimeoutError
+from torchstrat.distributed.cluster_resolver import SimpleClusterResolver
+from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.membership import OnJoined, OnLost
 from torchstrat.parameter_server.server.service import VariableServer

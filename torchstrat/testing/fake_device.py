@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from torchstrat.collectives.shared_memory import device_copies
-from torchstrat.collectives.shared_memory.common_memory import why_not as why_no_common_memory
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.distributed.collectives.shared_memory import device_copies
+from torchstrat.distributed.collectives.shared_memory.common_memory import why_not as why_no_common_memory
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 
 __all__ = ["FakeDevice", "on_fake_device", "shares_steps", "why_no_common_memory"]
 

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     CommunicationError,
     CommunicationTimeoutError,
     InvalidArgumentError,

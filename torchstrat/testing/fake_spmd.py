@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.values import BatchInfo, PerReplica
+from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
+from torchstrat.sharding.tpu.topology import Topology
 from torchstrat.strategies.tpu import TPUStrategy
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
-from torchstrat.tpu.device_assignment import DeviceAssignment
-from torchstrat.tpu.topology import Topology
-from torchstrat.values import BatchInfo, PerReplica
 
 
 def fake_tpu_strategy(replicas: int = 1, logical_devices: int = 1, **options: Any) -> TPUStrategy:

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.membership.task_server import PLAN_VARIABLE

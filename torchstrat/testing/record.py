@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from torchstrat.cluster import process_plan_from_torchrun
+from torchstrat.distributed.cluster import process_plan_from_torchrun
 from torchstrat.testing import contract
 
 

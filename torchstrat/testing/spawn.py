@@ -32,7 +32,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from torchstrat.errors import InvalidArgumentError, TorchstratError
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.launch.fork_server import START_METHODS, StartMethod
 from torchstrat.testing._child import Request
 from torchstrat.testing._process import DUMP_SECONDS, EXIT_SECONDS, Failure, Process

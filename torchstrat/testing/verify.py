@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torchstrat.commands import named_object, parser_with_examples
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.commands import named_object, parser_with_examples
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.testing.compare import STRATEGIES, compare
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torchstrat as ts
 from tests.conformance.harness import Case, Difference, opened
+from torchstrat.sharding.tpu.system import system_of
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
 from torchstrat.tpu import DeviceAssignment, Topology
-from torchstrat.tpu.system import system_of
 
 
 def runtime(setup: dict[str, Any]) -> FakeSpmdRuntime:

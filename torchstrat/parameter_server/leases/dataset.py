@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.values import require_callable
 from torchstrat.data.spec import undisturbed_randomness
-from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.leases.epoch import Epoch, Positions
 from torchstrat.parameter_server.leases.lease import Lease
 from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.parameter_server.leases.order import DrawnOrder, DrawOrder, InOrder, RowOrder, ShuffledOrder, rows_at
 from torchstrat.parameter_server.leases.reader import number_of_rows
-from torchstrat.values import require_callable
 
 _MOST_EXAMPLES = 10
 _STATE = ("epoch", "seed", "shuffle", "dataset_rows", "rows", "finished", "repeated", "returned")

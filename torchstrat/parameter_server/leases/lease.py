@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.leases.epoch import Epoch, Positions
 from torchstrat.parameter_server.leases.order import RowNumbers
 from torchstrat.parameter_server.leases.reader import read_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchstrat.errors import LedgerError
+from torchstrat.core.errors import LedgerError
 
 
 @dataclass(frozen=True)

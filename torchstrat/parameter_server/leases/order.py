@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.parameter_server.leases.intervals import Interval
 
 RowNumbers = npt.NDArray[np.int64]

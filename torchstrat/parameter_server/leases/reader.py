@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data.marks import unmarked
-from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.leases.order import RowNumbers
 from torchstrat.parameter_server.worker.executor import current_worker_index
 

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
-from torchstrat.errors import ClusterConfigError
+from torchstrat.core.errors import ClusterConfigError
+from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Task
 
 MAXIMAL_PORT = 65535

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     AuthenticationError,
     ClusterConfigError,
     CommunicationError,

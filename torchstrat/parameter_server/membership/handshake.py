@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     AuthenticationError,
     ClusterConfigError,
     CommunicationError,
@@ -57,6 +57,7 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
+from torchstrat.core.version import __version__
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.membership.cluster_checks import join_address, split_address
 from torchstrat.parameter_server.membership.control_channel import (
@@ -89,8 +90,6 @@ class Versions:
 
 def local_versions() -> Versions:
     """This process's."""
-    from torchstrat import __version__  # not at import: the package may be importing this module
-
     return Versions(
         torchstrat=__version__,
         torch=str(torch.__version__).partition("+")[0],

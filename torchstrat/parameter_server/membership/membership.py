@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     AuthenticationError,
     ClusterConfigError,
     CommunicationError,
@@ -26,6 +25,7 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
+from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
 from torchstrat.parameter_server.membership.control_channel import ControlChannel, connect, shut_down

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torchstrat.cluster_spec import CHIEF, ClusterSpec
-from torchstrat.errors import (
+from torchstrat.core.errors import (
     AuthenticationError,
     ClusterConfigError,
     CommunicationError,
@@ -27,6 +26,7 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
+from torchstrat.distributed.cluster_spec import CHIEF, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
 from torchstrat.parameter_server.membership.control_channel import (

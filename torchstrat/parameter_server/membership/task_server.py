@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchstrat import kept_pages
-from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
-from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
+from torchstrat.core import kept_pages
+from torchstrat.core.errors import ClusterConfigError, ContextError, InvalidArgumentError
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Service, Task
 from torchstrat.parameter_server.membership.task_host import (
     DEFAULT_DRAIN_TIMEOUT_SECONDS,
@@ -27,7 +28,6 @@ from torchstrat.parameter_server.membership.task_host import (
     TaskHost,
 )
 from torchstrat.parameter_server.transport.auth import load_secret, new_secret
-from torchstrat.tracebacks import short_tracebacks
 
 _SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[Any, ...]]]] = {
     PARAMETER_SERVER: ("torchstrat.parameter_server.server.service", "VariableServer", lambda task: ()),

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.collectives.shared_memory.segment import NoRoomError
-from torchstrat.errors import CommunicationError, PeerTimeoutError, PeerUnavailableError
+from torchstrat.core.errors import CommunicationError, PeerTimeoutError, PeerUnavailableError
+from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.same_host.channel import (
     ASKED,

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
 from torchstrat.parameter_server.same_host.pool import Place, SharedPool
-from torchstrat.tensor_bytes import bytes_of
 
 LARGEST_BYTES = 96 << 10
 """Of a message: a socket takes whole ones, up to the size of its buffer. What is longer lies in shared memory."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchstrat.collectives.shared_memory.segment import Segment
-from torchstrat.errors import CommunicationError
+from torchstrat.core.errors import CommunicationError
+from torchstrat.distributed.collectives.shared_memory.segment import Segment
 
 _ALIGNED = 64  # bytes: a cache line, and what vector instructions like
 _SLAB_BYTES = 4 << 20

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.reachable import HELPER_TYPES
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.closure_walk import Reach
 from torchstrat.parameter_server.serialization.path_errors import (
@@ -38,8 +40,6 @@ from torchstrat.parameter_server.serialization.path_errors import (
     training_state_refusal,
     why_not,
 )
-from torchstrat.reachable import HELPER_TYPES
-from torchstrat.variables import VariableRegistry
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.serialization.closure_walk import Look
@@ -128,7 +128,7 @@ class Outgoing:
         return ("made", *found) if found is not None else None
 
     def _mixes(self, value: Any) -> str | None:
-        from torchstrat.strategy import Strategy
+        from torchstrat.strategies.strategy import Strategy
 
         if isinstance(value, Strategy):
             return "it is another strategy than the one that schedules the function."

@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torchstrat.reachable import HELPER_TYPES
-from torchstrat.variable.tensor_like import TensorLike
+from torchstrat.core.reachable import HELPER_TYPES
+from torchstrat.core.variable.tensor_like import TensorLike
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,7 +32,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.errors import FunctionError, NotSendableError
+from torchstrat.core.errors import FunctionError, NotSendableError
+from torchstrat.core.tensor_bytes import bytes_of
+from torchstrat.core.tracebacks import shorten
+from torchstrat.core.variable.tensor_like import TensorLike
 from torchstrat.parameter_server.dispatch import Raised
 from torchstrat.parameter_server.serialization import plain
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, Token, culprit_of
@@ -47,9 +50,6 @@ from torchstrat.parameter_server.serialization.path_errors import (
     refusal,
 )
 from torchstrat.parameter_server.serialization.plain import ATOMS, is_dense, is_plain, snapshot
-from torchstrat.tensor_bytes import bytes_of
-from torchstrat.tracebacks import shorten
-from torchstrat.variable.tensor_like import TensorLike
 
 LARGE_BYTES = 64 * 2**20
 """More data than this in a closure is worth a warning: it travels to every worker."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.errors import FunctionError
-from torchstrat.optimizers import is_listed, take_over_steps
+from torchstrat.core.errors import FunctionError
+from torchstrat.core.optimizers import is_listed, take_over_steps
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Increment, Token, token_of_spec
 from torchstrat.parameter_server.serialization.path_errors import NotHere

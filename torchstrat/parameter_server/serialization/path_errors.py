@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.errors import FunctionError, NotSendableError
+from torchstrat.core.errors import FunctionError, NotSendableError
+from torchstrat.core.variable.tensor_like import TensorLike
 from torchstrat.parameter_server.serialization.closure_walk import is_installed, is_library, names_in
-from torchstrat.variable.tensor_like import TensorLike
 
 _MAX_OBJECTS = 50_000
 _MAX_MEMBERS = 10_000  # of one container

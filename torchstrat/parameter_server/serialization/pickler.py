@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchstrat.errors import ContextError, FunctionError
+from torchstrat.core.errors import ContextError, FunctionError
 from torchstrat.parameter_server.serialization.closure_walk import is_library, members_used
 from torchstrat.parameter_server.serialization.path_errors import (
     MissingModule,

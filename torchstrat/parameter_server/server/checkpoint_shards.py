@@ -20,7 +20,7 @@ from torchstrat.checkpoint.files import BlockSource, write_part
 from torchstrat.checkpoint.pieces import Path, Piece, is_block, shape_goes_by_rows
 from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import (
     AdoptOrder,
     AppliedPushes,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from torchstrat.errors import CommunicationTimeoutError, FencedError, RepeatedFunctionError
+from torchstrat.core.errors import CommunicationTimeoutError, FencedError, RepeatedFunctionError
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     Accumulation,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import step_without_compiler
-from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core._torch_private import step_without_compiler
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling

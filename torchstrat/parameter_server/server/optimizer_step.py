@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 import torch
 
 from torchstrat.checkpoint.pieces import goes_by_rows
-from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
-from torchstrat.host_memory import check_fits
-from torchstrat.optimizers import Gradients, Tier, is_listed
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core.host_memory import check_fits
+from torchstrat.core.optimizers import Gradients, Tier, is_listed
 from torchstrat.parameter_server.messages import (
     Accumulation,
     NewOptimizer,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchstrat.errors import CommunicationTimeoutError
-from torchstrat.kept_pages import give_back_pages
+from torchstrat.core.errors import CommunicationTimeoutError
+from torchstrat.core.kept_pages import give_back_pages
 from torchstrat.parameter_server.interface import AnswerMemory, Endpoint, Handler, Peer
 from torchstrat.parameter_server.server.store import VariableStore
 

@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import optimizers_without_compiler, step_without_compiler
-from torchstrat.errors import InvalidArgumentError, NotSendableError, UnsupportedError
-from torchstrat.optimizers import Gradients, Kind, Tier, is_listed, kind_of, stand_in_of, step_in_blocks
+from torchstrat.core._torch_private import optimizers_without_compiler, step_without_compiler
+from torchstrat.core.errors import InvalidArgumentError, NotSendableError, UnsupportedError
+from torchstrat.core.optimizers import Gradients, Kind, Tier, is_listed, kind_of, stand_in_of, step_in_blocks
 from torchstrat.parameter_server.messages import SetAttributes, StateOfShard
 from torchstrat.parameter_server.variables.edits import put_rows
 

@@ -19,12 +19,12 @@ from typing import Any, get_args
 
 import torch
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import EditOp, ShardEdit, ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.shard_optimizer import RowState
 from torchstrat.parameter_server.server.snapshot import Cut, VariableCut
 from torchstrat.parameter_server.variables import edits
-from torchstrat.tensor_bytes import is_same
 
 
 def describe_variable(spec: VariableSpec, held_shards: Iterable[int]) -> dict[str, Any]:

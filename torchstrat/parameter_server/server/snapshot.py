@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import InvalidArgumentError, TorchstratError
-from torchstrat.host_memory import check_fits
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError
+from torchstrat.core.host_memory import check_fits
 from torchstrat.parameter_server.messages import AppliedPushes, CutReport, StateOfShard
 
 MORE_SERVERS = "Use more parameter servers with a variable_partitioner, or machines with more memory."

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from torchstrat.errors import AuthenticationError, ClusterConfigError, InvalidArgumentError
+from torchstrat.core.errors import AuthenticationError, ClusterConfigError, InvalidArgumentError
 
 SECRET_VARIABLE = "TORCHSTRAT_SECRET"
 SECRET_FILE_VARIABLE = "TORCHSTRAT_SECRET_FILE"

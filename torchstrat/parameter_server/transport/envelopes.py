@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import AuthenticationError
+from torchstrat.core.errors import AuthenticationError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.transport.auth import Kind, Opened, Sealer
 

@@ -19,7 +19,13 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from torchstrat.errors import CommunicationError, FencedError, NotSendableError, PeerUnavailableError, TorchstratError
+from torchstrat.core.errors import (
+    CommunicationError,
+    FencedError,
+    NotSendableError,
+    PeerUnavailableError,
+    TorchstratError,
+)
 from torchstrat.parameter_server.interface import FRESH, AnswerMemory, Handler, Peer
 from torchstrat.parameter_server.transport.envelopes import Packed, pack, unpack
 

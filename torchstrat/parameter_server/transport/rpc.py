@@ -39,8 +39,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.collectives.shared_memory.segment import NoRoomError
-from torchstrat.errors import CommunicationError, InvalidArgumentError, PeerUnavailableError, TorchstratError
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError, PeerUnavailableError, TorchstratError
+from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError
 from torchstrat.parameter_server.interface import Handler, Peer, Task
 from torchstrat.parameter_server.same_host.caller import timed_out
 from torchstrat.parameter_server.same_host.peers import Neighbours, why_not

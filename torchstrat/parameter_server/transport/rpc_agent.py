@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
 from torchstrat.parameter_server.transport.envelopes import SELF_TEST

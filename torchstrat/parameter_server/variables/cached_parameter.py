@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat import _torch_private, hook_registrations
-from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.errors import UnsupportedError
-from torchstrat.operands import tensors_in
+from torchstrat.core import _torch_private, hook_registrations
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.operands import tensors_in
 from torchstrat.parameter_server.messages import InitialOp, VariableSpec
 
 Moment = tuple[int, int]

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from torchstrat import _torch_private
-from torchstrat._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
-from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core import _torch_private
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
+from torchstrat.core.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import (
     Alias,
@@ -47,7 +48,6 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     read_rows,
 )
 from torchstrat.parameter_server.variables.deferred_init import carry_initialisers, repeated_on_servers
-from torchstrat.tensor_bytes import is_same
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
 """``off`` in the environment: the coordinator's tensors are ordinary ones, with the values that were last pulled."""

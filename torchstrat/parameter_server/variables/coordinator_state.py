@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import InitialOp, NewRows, RepeatedOps, StateOfShard, VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import Moment
 from torchstrat.parameter_server.variables.deferred_init import recipe_by, recipe_of_more
@@ -29,7 +30,6 @@ from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimize
 from torchstrat.parameter_server.variables.placement import seed_of_variable
 from torchstrat.parameter_server.variables.remote_access import VariableEdit
 from torchstrat.parameter_server.waiting import held_back
-from torchstrat.variables import VariableRegistry
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.job import Job

@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.messages import InitialOp
 
 _DRAWS = frozenset(

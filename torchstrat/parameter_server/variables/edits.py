@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.parameter_server.messages import EditOp
-from torchstrat.tensor_bytes import bytes_of
 
 _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
 

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrat._torch_private import optimizers_without_compiler
-from torchstrat.errors import UnsupportedError
+from torchstrat.core._torch_private import optimizers_without_compiler
+from torchstrat.core.errors import UnsupportedError
 from torchstrat.parameter_server.messages import SetAttribute, SetAttributes, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack

@@ -22,8 +22,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.checkpoint.pieces import goes_by_rows
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.optimizers import Gradients, Kind, Tier, is_listed, kind_of, kind_of_class
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.optimizers import Gradients, Kind, Tier, is_listed, kind_of, kind_of_class
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, parts_of, sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces

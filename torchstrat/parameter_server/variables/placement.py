@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.errors import UnsupportedError
-from torchstrat.optimizers import Gradients, Kind, Tier
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.optimizers import Gradients, Kind, Tier
 from torchstrat.parameter_server.messages import Shard, VariableSpec
-from torchstrat.partitioners import row_offsets, shards_of
+from torchstrat.parameter_server.partitioners import row_offsets, shards_of
 
 logger = logging.getLogger("torchstrat.parameter_server")
 

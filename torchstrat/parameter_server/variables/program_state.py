@@ -19,9 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.errors import UnsupportedError
-from torchstrat.optimizers import is_listed
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.buffer_rules import is_statistic
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.optimizers import is_listed
+from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
@@ -29,9 +32,6 @@ from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorC
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import Bonds, Placement
-from torchstrat.reduction import VariableAggregation
-from torchstrat.replicas.buffer_rules import is_statistic
-from torchstrat.variables import BufferSlot, VariableRegistry
 
 _MOST_NAMES = 3
 _WRITTEN_TOO = (

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.core.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.messages import (

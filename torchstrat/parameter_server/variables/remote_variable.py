@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.reduction import VariableAggregation, VariableSynchronization
+from torchstrat.core.variable.storage import DeclaredShape, Edit
+from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variables import WeakOrdered
 from torchstrat.parameter_server.messages import EditOp, VariableSpec
 from torchstrat.parameter_server.serialization.path_errors import StaysHere
-from torchstrat.reduction import VariableAggregation, VariableSynchronization
-from torchstrat.variable.storage import DeclaredShape, Edit
-from torchstrat.variable.variable import Variable
-from torchstrat.variables import WeakOrdered
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.serialization.object_table import World

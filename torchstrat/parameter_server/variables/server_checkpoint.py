@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from torchstrat.checkpoint.items import RemoteSlot, RemoteState
 from torchstrat.checkpoint.optimizer_item import want_of_entry
 from torchstrat.checkpoint.pieces import Path, Piece
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import (
     AdoptOrder,
     CutReport,
@@ -45,7 +46,6 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
 from torchstrat.parameter_server.variables.remote_variable import RemoteStorage
-from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored, WrittenPart

@@ -15,10 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import EditOp
 from torchstrat.parameter_server.variables.edits import apply_edit
-from torchstrat.variable.variable import Variable
 
 RowSpan = tuple[int, int]
 """The rows ``[start, stop)`` of the whole variable that one shard holds."""

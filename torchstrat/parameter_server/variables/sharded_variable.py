@@ -13,9 +13,14 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from torchstrat import nest
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.variable.creation import initial_tensor
+from torchstrat.core.variable.storage import parse_shape, to_tensor
+from torchstrat.core.variable.tensor_operators import TensorOperators, open_tensor
+from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import EditOp
+from torchstrat.parameter_server.partitioners import row_offsets, shards_of
 from torchstrat.parameter_server.variables.placement import Partitioner
 from torchstrat.parameter_server.variables.sharded_indexing import (
     RowSpan,
@@ -28,11 +33,6 @@ from torchstrat.parameter_server.variables.sharded_indexing import (
     split_ids,
     split_range,
 )
-from torchstrat.partitioners import row_offsets, shards_of
-from torchstrat.variable.creation import initial_tensor
-from torchstrat.variable.storage import parse_shape, to_tensor
-from torchstrat.variable.tensor_operators import TensorOperators, open_tensor
-from torchstrat.variable.variable import Variable
 
 
 class WholeTensor(TensorOperators):

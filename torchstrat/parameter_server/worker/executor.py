@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat import context
-from torchstrat.errors import ContextError, NotSendableError, OutOfRangeError
+from torchstrat.core import context
+from torchstrat.core.errors import ContextError, NotSendableError, OutOfRangeError
+from torchstrat.core.randomness import state_of
 from torchstrat.parameter_server.dispatch import Raised, Report
 from torchstrat.parameter_server.interface import Endpoint, Peer
 from torchstrat.parameter_server.messages import SetAttributes
@@ -26,7 +27,6 @@ from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.push import MadeParameters, RemoteSteps
-from torchstrat.randomness import state_of
 
 _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from torchstrat import _torch_private
-from torchstrat._torch_private import DisableTorchFunctionSubclass, foreach_norm
-from torchstrat.errors import UnsupportedError
-from torchstrat.operands import tensors_in
+from torchstrat.core import _torch_private
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_norm
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.operands import tensors_in
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.worker.stand_ins import GRAD, WatchedParameter
 

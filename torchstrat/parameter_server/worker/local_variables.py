@@ -13,9 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import nn
 
-from torchstrat import _torch_private
-from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
+from torchstrat.core import _torch_private
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.buffer_rules import is_statistic
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
+from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import grow_gradient
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome, VariableAccess, VariableEdit
@@ -31,9 +34,6 @@ from torchstrat.parameter_server.worker.stand_ins import (
     worth_waiting_for,
 )
 from torchstrat.parameter_server.worker.table_parameter import TableLookups, TableParameter
-from torchstrat.reduction import VariableAggregation
-from torchstrat.replicas.buffer_rules import is_statistic
-from torchstrat.tensor_bytes import is_same
 
 
 class BufferEdits:

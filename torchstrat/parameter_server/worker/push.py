@@ -24,9 +24,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat._torch_private import DisableTorchFunction, before_step, number_hooks_apart
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.optimizers import be_idle, is_listed, make_stand_in
+from torchstrat.core._torch_private import DisableTorchFunction, before_step, number_hooks_apart
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.core.optimizers import be_idle, is_listed, make_stand_in
 from torchstrat.parameter_server.messages import (
     Accumulation,
     OptimizerStep,

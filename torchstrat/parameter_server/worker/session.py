@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.optimizers import is_listed
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, Modes, Options
 from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.serialization.functions import unpack

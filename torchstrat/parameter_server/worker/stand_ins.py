@@ -32,14 +32,14 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import nn
 
-from torchstrat import _torch_private
-from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.errors import CommunicationError, ContextError
-from torchstrat.operands import tensors_in
+from torchstrat.core import _torch_private
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.errors import CommunicationError, ContextError
+from torchstrat.core.operands import tensors_in
+from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.variables.cached_parameter import NEEDS_NO_VALUES
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome
-from torchstrat.tensor_bytes import is_same
 
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad

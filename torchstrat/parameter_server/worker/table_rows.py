@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.edits import put_rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchstrat._importing import without_collection
+from torchstrat.core._importing import without_collection
 
 _lock = threading.Lock()
 _thread: threading.Thread | None = None

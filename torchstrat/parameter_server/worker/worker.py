@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from torchstrat.devices import local_devices, torch_device
-from torchstrat.errors import (
+from torchstrat.core.devices import local_devices, torch_device
+from torchstrat.core.errors import (
     CommunicationError,
     ContextError,
     FencedError,

@@ -9,7 +9,7 @@
     twin.py         a rank's own part of a step
     storage.py      all of it together: what a step and a run call
 
-Which optimizers may step parts of parameters, whole ones, or have to step all at once: `torchstrat.optimizers`.
+Which optimizers may step parts of parameters, whole ones, or have to step all at once: `torchstrat.core.optimizers`.
 
 Every rank reads all parameters and all state. Only in a step does anyone write to them, and each element one rank:
 between two meetings that no rank passes while another one still reads or writes.

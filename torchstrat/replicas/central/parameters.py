@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchstrat.collectives.communicator import Communicator, SharesMemory
-from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.central.staged import StagedParameters, staged_kind_of
 from torchstrat.replicas.entries import reference_of_entry
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchstrat.collectives.shared_memory.common_memory import Kind, Place
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.distributed.collectives.shared_memory.common_memory import Kind, Place
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.entries import reference_of_entry
 
 

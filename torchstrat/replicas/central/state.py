@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.collectives.communicator import Communicator, SharesMemory
-from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
-from torchstrat.errors import UnsupportedError
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.portions import Part
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.collectives.agreement import agree
-from torchstrat.collectives.communicator import Communicator, SharesMemory
-from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
-from torchstrat.errors import InvalidArgumentError
-from torchstrat.gradients import Owned
-from torchstrat.optimizers import Tier, tier_of
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.gradients import Owned
+from torchstrat.core.optimizers import Tier, tier_of
+from torchstrat.distributed.collectives.agreement import agree
+from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part, Work, portions
 from torchstrat.replicas.central.state import CentralState, tensors_of

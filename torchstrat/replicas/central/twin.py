@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.optimizers import State, stand_in_of
+from torchstrat.core.optimizers import State, stand_in_of
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part
 from torchstrat.replicas.central.state import CentralState, Made

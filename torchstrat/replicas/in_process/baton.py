@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.core.errors import ReplicaDivergenceError
 
 
 class Gate:

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.optimizers import is_listed, wrapped_by
+from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchstrat._torch_private import set_version_counters
-from torchstrat.reduction import VariableAggregation
-from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
+from torchstrat.core._torch_private import set_version_counters
+from torchstrat.core.buffer_rules import BufferRules, counts_rows
+from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.variables import BufferSlot
 from torchstrat.replicas.local_state import OwnValues
-from torchstrat.variables import BufferSlot
 
 
 class _BufferState:

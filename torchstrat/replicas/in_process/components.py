@@ -21,15 +21,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import foreach_copy_, set_version_counters
-from torchstrat.randomness import ReplicaStreams
+from torchstrat.core._torch_private import foreach_copy_, set_version_counters
+from torchstrat.core.randomness import ReplicaStreams
+from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
 from torchstrat.replicas.optimizer_state import SharedState
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable
-from torchstrat.variables import Members, VariableRegistry
 
 CENTRAL = -1
 """The place of the central components where no replica computes on the device that holds them."""

@@ -18,16 +18,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat import context, nest, reduction
-from torchstrat._torch_private import new_hook_key
-from torchstrat.context import ReplicaContext, enter
+from torchstrat.core import context, nest, reduction
+from torchstrat.core._torch_private import new_hook_key
+from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.devices import canonical, torch_device
+from torchstrat.core.errors import ContextError
+from torchstrat.core.gradients import check_weight
+from torchstrat.core.memory import Copies, copies_in_one_process, local_copies
+from torchstrat.core.optimizers import stepped_by
+from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.values import DistributedValues, PerReplica, batch_info_among, select_replica
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.data.layout import InputLayout
-from torchstrat.devices import canonical, torch_device
-from torchstrat.errors import ContextError
-from torchstrat.gradients import check_weight
-from torchstrat.memory import Copies, copies_in_one_process, local_copies
-from torchstrat.optimizers import stepped_by
-from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning, regroup
@@ -50,8 +52,6 @@ from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
-from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
-from torchstrat.variables import VariableRegistry
 
 
 def _inputs_of(replica: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchstrat import gradients as arithmetic
-from torchstrat.collectives.communicator import Work
-from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.collectives.words import Words
-from torchstrat.gradients import CombinedGradient, GradientHooks, shares
-from torchstrat.reduction import ReduceOp
+from torchstrat.core import gradients as arithmetic
+from torchstrat.core.gradients import CombinedGradient, GradientHooks, shares
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.variables import Members, VariableRegistry
+from torchstrat.distributed.collectives.communicator import Work
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
+from torchstrat.distributed.collectives.words import Words
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
@@ -27,7 +28,6 @@ from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.newborn import Twins
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.variables import Members, VariableRegistry
 
 
 class _Done:

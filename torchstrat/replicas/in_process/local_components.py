@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import torch
 
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.local_state import OwnValues, put_values
 from torchstrat.replicas.roster import Roster
-from torchstrat.variables import VariableRegistry
 
 
 class LocalComponents(Components):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import after_step, before_step
-from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.optimizers import be_idle, make_stand_in, stepped_by
-from torchstrat.reduction import ReduceOp
+from torchstrat.core._torch_private import after_step, before_step
+from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.optimizers import be_idle, make_stand_in, stepped_by
+from torchstrat.core.reduction import ReduceOp
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components

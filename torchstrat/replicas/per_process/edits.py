@@ -28,18 +28,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat.collectives.agreement import fingerprint
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.optimizers import stepped_by, wrapped_by
-from torchstrat.reduction import VariableAggregation
+from torchstrat.core.buffer_rules import BufferRules, counts_rows
+from torchstrat.core.optimizers import stepped_by, wrapped_by
+from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
+from torchstrat.distributed.collectives.agreement import fingerprint
+from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas import renormed_rows
-from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import is_memory, sample
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.variables import BufferSlot, Members, VariableRegistry
 
 Prints = dict[int, float]
 """Of parameters' entries, by the parameter's place."""

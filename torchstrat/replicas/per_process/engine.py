@@ -20,20 +20,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat import nest, reduction
-from torchstrat._torch_private import new_hook_key
-from torchstrat.collectives.agreement import INPUT, agree, all_equal
-from torchstrat.collectives.communicator import Communicator, SumsInPlace
-from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.context import ReplicaContext, enter
+from torchstrat.core import nest, reduction
+from torchstrat.core._torch_private import new_hook_key
+from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.devices import torch_device
+from torchstrat.core.errors import CommunicationError
+from torchstrat.core.gradients import GradientHooks, Owned, check_weight, shares
+from torchstrat.core.memory import Copies, copies_in_processes
+from torchstrat.core.optimizers import wrapped_among
+from torchstrat.core.randomness import ReplicaStreams
+from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.values import DistributedValues, PerReplica, batch_info_among, select_replica
+from torchstrat.core.variable.assignment import hand_over
+from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.data.layout import InputLayout
-from torchstrat.devices import torch_device
-from torchstrat.errors import CommunicationError
-from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
-from torchstrat.memory import Copies, copies_in_processes
-from torchstrat.optimizers import wrapped_among
-from torchstrat.randomness import ReplicaStreams
-from torchstrat.reduction import Axis, ReduceOp
+from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
+from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
@@ -64,9 +67,6 @@ from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
-from torchstrat.variable.assignment import hand_over
-from torchstrat.variables import Members, VariableRegistry
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 

@@ -15,9 +15,11 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.optim import Optimizer
 
-from torchstrat import nest
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.core import nest
+from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.values import PerReplica
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
@@ -31,8 +33,6 @@ from torchstrat.replicas.per_process.edits import (
 from torchstrat.replicas.per_process.step_policies import OWNER
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
-from torchstrat.values import PerReplica
-from torchstrat.variables import VariableRegistry
 
 BEFORE = "the start of a run (some replicas have no rows)"
 AFTER = "the end of a run (handing its results to replicas without rows)"

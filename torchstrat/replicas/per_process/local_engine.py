@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat import nest
-from torchstrat._torch_private import after_step, before_step
-from torchstrat.collectives.agreement import agree
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.memory import Copies, local_copies
-from torchstrat.reduction import ReduceOp
+from torchstrat.core import nest
+from torchstrat.core._torch_private import after_step, before_step
+from torchstrat.core.memory import Copies, local_copies
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.values import PerReplica, select_replica
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.distributed.collectives.agreement import agree
+from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.engine import MakesRounds, StepWeights
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
@@ -30,8 +32,6 @@ from torchstrat.replicas.state import Trace, trace, trace_of
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.update_policies import LocalUpdate
-from torchstrat.values import PerReplica, select_replica
-from torchstrat.variables import VariableRegistry
 
 OUTSIDE = "the start of a run (taking over what rank 0's program has changed between runs)"
 

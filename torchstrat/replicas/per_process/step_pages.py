@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from torchstrat.kept_pages import give_back_pages, is_wanted, keep_pages
+from torchstrat.core.kept_pages import give_back_pages, is_wanted, keep_pages
 
 _logger = logging.getLogger("torchstrat.memory")
 

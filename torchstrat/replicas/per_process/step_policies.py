@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.collectives.agreement import agree, all_equal, fingerprint
-from torchstrat.collectives.communicator import Communicator
-from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
-from torchstrat.optimizers import bare_step, be_idle, is_listed, make_stand_in, step_in_blocks, stepped_by, wrapped_by
+from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError
+from torchstrat.core.optimizers import (
+    bare_step,
+    be_idle,
+    is_listed,
+    make_stand_in,
+    step_in_blocks,
+    stepped_by,
+    wrapped_by,
+)
+from torchstrat.distributed.collectives.agreement import agree, all_equal, fingerprint
+from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients

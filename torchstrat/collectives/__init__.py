@@ -1,5 +1,0 @@
-"""How the processes of one job talk: the `Communicator` protocol and its implementations."""
-
-from torchstrat.collectives.communicator import Communicator, Work
-
-__all__ = ["Communicator", "Work"]

@@ -1,0 +1,258 @@
+"""Where the calling thread is: in no scope, in a strategy's scope (*cross-replica*), or inside one replica of a run.
+
+The state is a stack per thread. A thread that user code starts inside a scope begins with an empty stack, as in
+TensorFlow. Engines push a frame on the threads that run replicas.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchstrat.core.errors import ContextError, InvalidArgumentError, StrategyMixingError
+from torchstrat.core.reduction import ReduceOp, parse_gather_axis
+from torchstrat.core.values import require_callable
+
+if TYPE_CHECKING:
+    from torchstrat.strategies.strategy import Strategy
+
+
+class _Frame(NamedTuple):
+    strategy: Strategy
+    replica: ReplicaContext | None  # None: cross-replica context
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+        self.installed: _Frame | None = None  # by experimental_set_strategy
+
+    def top(self) -> _Frame | None:
+        return self.stack[-1] if self.stack else self.installed
+
+
+_frames = _Frames()
+
+strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()
+"""All strategies of this process that are still there."""
+
+
+def _default_strategy() -> Strategy:
+    from torchstrat.strategies.default import default_strategy  # the one upward arrow: a default needs an instance
+
+    return default_strategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy of the innermost scope or run of this thread; the default one-device strategy outside of any."""
+    frame = _frames.top()
+    return frame.strategy if frame is not None else _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether this thread is in a scope or a run of a strategy other than the default one."""
+    return get_strategy() is not _default_strategy()
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The current replica's context; None in cross-replica context; outside any scope the default strategy's."""
+    frame = _frames.top()
+    return frame.replica if frame is not None else _default_strategy().extended._default_replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this thread is in a scope and not inside a replica (`merge_call` functions are in cross context too)."""
+    frame = _frames.top()
+    return frame is not None and frame.replica is None
+
+
+class _Entered:
+    """A plain class, not a generator: every replica of every run enters one."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: _Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        _frames.stack.append(self._frame)
+
+    def __exit__(self, *_: Any) -> None:
+        _frames.stack.pop()
+
+
+def enter(strategy: Strategy, replica: ReplicaContext | None) -> AbstractContextManager[None]:
+    """Push a frame on this thread for the duration of the block. What it returns may be entered again, anywhere."""
+    return _Entered(_Frame(strategy, replica))
+
+
+def enter_cross(strategy: Strategy) -> AbstractContextManager[None]:
+    """Cross-replica context of ``strategy``. The default one is in force as it is, in its one replica."""
+    return nullcontext() if strategy is _default_strategy() else enter(strategy, None)
+
+
+def push_cross(strategy: Strategy) -> None:
+    _frames.stack.append(_Frame(strategy, None))
+
+
+def pop_cross(strategy: Strategy) -> None:
+    """Leave the innermost cross frame, which must be ``strategy``'s: scopes close in the reverse order of opening."""
+    frame = _frames.stack[-1] if _frames.stack else None
+    if frame is None or frame.strategy is not strategy or frame.replica is not None:
+        raise ContextError(f"{strategy!r}.scope() was left by a thread, or in an order, other than it was entered.")
+    _frames.stack.pop()
+
+
+def require_cross(strategy: Strategy, call: str) -> None:
+    """``call`` belongs to cross-replica context, of this very strategy when the thread is in any."""
+    frame = _frames.top()
+    if frame is None:
+        return
+    if frame.replica is not None and strategy is not _default_strategy():
+        raise ContextError(
+            f"{call} was called inside {frame.replica._name()} of a run; it works outside of run, or in a merge_call. "
+            "Inside a replica use get_replica_context().all_reduce or .all_gather."
+        )
+    require_not_mixed(strategy, call)
+
+
+def require_not_mixed(strategy: Strategy, call: str) -> None:
+    """``call`` on ``strategy`` is an error in the scope of another strategy. The default one's is as good as none."""
+    frame = _frames.top()
+    if frame is None or (frame.replica is None and frame.strategy is _default_strategy()):
+        return
+    if frame.strategy is not strategy:
+        raise StrategyMixingError(
+            f"{call} of {strategy!r} was used in the scope of {frame.strategy!r}. One program part works with one "
+            "strategy at a time: leave the inner scope first, or use its strategy."
+        )
+
+
+def replica_of(strategy: Strategy, call: str) -> int | None:
+    """The replica of ``strategy`` whose code makes ``call``; None in cross-replica context and outside of any scope.
+
+    Raises `StrategyMixingError` in the scope or a run of another strategy.
+    """
+    frame = _frames.top()
+    if frame is None:
+        return None
+    require_not_mixed(strategy, call)
+    return None if frame.replica is None else frame.replica.replica_id_in_sync_group
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Make ``strategy`` current in this thread without a ``with`` block; None clears it. An error inside a scope."""
+    if _frames.stack:
+        raise ContextError("experimental_set_strategy cannot be called inside a scope or a run; leave it first.")
+    installed = _frames.installed
+    if installed is not None:
+        installed.strategy._engine.scope_closed()
+    _frames.installed = None
+    if strategy is not None and strategy is not _default_strategy():
+        strategy._engine.scope_opened()
+        _frames.installed = _Frame(strategy, None)
+
+
+class ReplicaContext:
+    """What one replica knows of itself, and its way to talk to the others. See `get_replica_context`.
+
+    Inside `Strategy.run` every replica gets one. Calls that involve the others (`all_reduce`, `all_gather`,
+    `merge_call`) must be made by every replica of the run, in the same order.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
+        import torch
+
+        if isinstance(replica_id_in_sync_group, bool) or not isinstance(
+            replica_id_in_sync_group, int | torch.Tensor | None
+        ):
+            raise InvalidArgumentError(
+                "replica_id_in_sync_group must be an int, an integer tensor or None; "
+                f"got {type(replica_id_in_sync_group).__name__} {replica_id_in_sync_group!r}."
+            )
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's number, from 0 to ``num_replicas_in_sync - 1``; unique over all processes. On TPUs, where a
+        step runs for all replicas at once, a scalar tensor."""
+        return self._replica_id  # type: ignore[return-value]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of the strategy, over all processes."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """A 1-tuple: the device this replica computes on, such as ``"cpu:1"``."""
+        return (self._strategy._engine.device_of_replica(self.replica_id_in_sync_group),)
+
+    def _require_current(self, call: str) -> None:
+        if get_replica_context() is not self:
+            raise ContextError(
+                f"{call} was called on the context of a replica that is not the running one. Call "
+                "get_replica_context() anew inside each run; a context ends with its run."
+            )
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """Combine ``value`` over all replicas; every replica gets the result, on its own device.
+
+        ``value`` is a tensor or a nest of tensors of equal shapes and dtypes on every replica; a Python number counts
+        as a scalar tensor, a bool as 0 or 1. Differentiable: the gradient is the `all_reduce`, with the same operation,
+        of the incoming gradients.
+        """
+        op = ReduceOp.parse(reduce_op)
+        self._require_current("all_reduce")
+        return self._strategy._engine.all_reduce(op, value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Every replica's ``value`` (tensor or nest) joined along ``axis``, in replica order, on every replica.
+
+        Sizes along ``axis`` may differ. The gradient sums the incoming gradients and hands each replica its own part.
+        """
+        axis = parse_gather_axis(axis)
+        self._require_current("all_gather")
+        return self._strategy._engine.all_gather(value, axis)
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``merge_fn(strategy, *args, **kwargs)`` once for all replicas, in cross-replica context.
+
+        Arguments arrive as `PerReplica` values (unwrapped where all replicas passed the same object); a `PerReplica`
+        result is split again. Every replica has to make the same number of calls. With one replica per process the
+        function runs in every process. What it draws comes from the generator of code outside of runs.
+        """
+        require_callable(merge_fn, "merge_call")
+        self._require_current("merge_call")
+        return self._strategy._engine.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+
+    def set_weight(self, weight: float) -> None:
+        """Say how much this replica's gradients count in this run's mean, instead of its number of rows.
+
+        For losses that average over something else than rows: pass the number of tokens, or of unmasked elements.
+        Call it before ``backward``, on every replica. Non-negative; 0 leaves this replica's gradients out.
+        """
+        self._require_current("set_weight")
+        self._strategy._engine.set_weight(weight)
+
+    def __enter__(self) -> ReplicaContext:
+        _frames.stack.append(_Frame(self._strategy, self))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _frames.stack.pop()
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext {self._name()} of {self.num_replicas_in_sync}>"
+
+    def _name(self) -> str:
+        """For messages. Where a step runs for all replicas at once the number is a tensor that nobody may look at."""
+        return f"replica {self._replica_id}" if isinstance(self._replica_id, int | None) else "every replica"

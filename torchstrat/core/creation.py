@@ -1,0 +1,108 @@
+"""Tells who wants to know about modules, optimizers and helpers as they are created. Nothing stays when nobody does.
+
+torch's registration hooks are global dictionaries and cost nothing to enter and leave. They miss deep copies and all
+that is no module; for these, methods of torch's classes are wrapped, which is done while a scope is open and in a
+step's first run, and not in every run: each change of a class makes Python forget what it has cached about all its
+subclasses, and from 3.13 on it stops caching for a class that was changed a thousand times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchstrat.core._torch_private import new_hook_key, registration_hooks
+from torchstrat.core.reachable import HELPER_TYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Watcher:
+    """Callbacks; they are called on the creating thread, and only where ``is_current()``."""
+
+    is_current: Callable[[], bool]
+    on_member: Callable[[nn.Module, str, Any], None]
+    """A parameter, buffer or child is about to be registered in a module under a name."""
+    on_copy: Callable[[nn.Module], None]
+    """A module has been made by a deep copy, or unpickled."""
+    on_helper: Callable[[Any], None]
+    """An optimizer, scheduler or gradient scaler has been made."""
+
+
+class MembersWatch:
+    """Reports members from `begin` to `end`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._key = new_hook_key()
+        self._hook = self._on_member
+
+    def begin(self) -> None:
+        for hooks in registration_hooks:
+            hooks[self._key] = self._hook
+
+    def end(self) -> None:
+        for hooks in registration_hooks:
+            hooks.pop(self._key, None)
+
+    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+        if self._watcher.is_current():
+            self._watcher.on_member(module, name, member)
+
+
+def watch_classes(watcher: Watcher) -> Callable[[], None]:
+    """Report copies and helpers; returns what ends it."""
+    _wraps.add(watcher)
+    return lambda: _wraps.remove(watcher)
+
+
+class _Wraps:
+    """The wrapped methods: there once, however many watch, in whichever threads and order they begin and end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watchers: list[Watcher] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, watcher: Watcher) -> None:
+        with self._lock:
+            self._watchers.append(watcher)
+            if not self._undo:
+                self._wrap(nn.Module, "__setstate__", lambda watcher, made: watcher.on_copy(made))
+                for helper_type in HELPER_TYPES:
+                    self._wrap(helper_type, "__init__", lambda watcher, made: watcher.on_helper(made))
+
+    def remove(self, watcher: Watcher) -> None:
+        with self._lock:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                while self._undo:
+                    self._undo.pop()()
+
+    def _wrap(self, owner: type, name: str, report: Callable[[Watcher, Any], None]) -> None:
+        original = vars(owner).get(name)
+        if original is None:
+            return
+
+        def wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(instance, *args, **kwargs)
+            for watcher in tuple(self._watchers):
+                if watcher.is_current():
+                    report(watcher, instance)
+            return result
+
+        wrapped.__wrapped__ = original  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)
+        self._undo.append(lambda: _unwrap(owner, name, wrapped, original))
+
+
+_wraps = _Wraps()
+
+
+def _unwrap(owner: type, name: str, wrapped: Any, original: Any) -> None:
+    # Someone may have wrapped the method again in the meantime; theirs then keeps calling ours, which does no harm.
+    if vars(owner).get(name) is wrapped:
+        setattr(owner, name, original)

@@ -1,0 +1,294 @@
+"""What a step function can reach: its closure, the globals it names, defaults, bound ``self``, and its arguments; and
+where the memory of a tensor is, by which variables are found that share theirs with what is reached."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import dis
+import functools
+import itertools
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchstrat.core import nest
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core.values import DistributedValues
+from torchstrat.core.variable.tensor_like import TensorLike
+
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+HELPER_TYPES = (Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+_ATOMS: tuple[type, ...] = (
+    TensorLike,
+    DistributedValues,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    types.BuiltinFunctionType,
+)
+_WHOLES: tuple[type, ...] = (torch.Tensor, nn.Module, types.ModuleType, *HELPER_TYPES)  # looked at in any case
+
+# Of types: every run asks.
+_is_atom: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _ATOMS))
+_is_whole: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _WHOLES))
+
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    """The names in its ``__slots__`` and those of its bases, as its instances know them."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        for name in names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+_slots_of: Callable[[Any], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
+
+_LIBRARIES = frozenset(
+    {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
+)
+_MAX_OBJECTS, _MAX_OBJECTS_AGAIN = 20_000, 1_000
+_MAX_MEMBERS = 1_000  # of one container: longer ones hold data
+
+
+@dataclasses.dataclass
+class Reached:
+    """In the order in which they were met, without repetitions."""
+
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    helpers: list[Any] = dataclasses.field(default_factory=list)
+    generators: list[Any] = dataclasses.field(default_factory=list)
+    plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """Tensors that are no leaves with a gradient."""
+
+
+class Start:
+    """Where the walk from a step function begins: what it names, and its arguments.
+
+    Two equal starts mean an equal walk where ``is_closed``. Elsewhere the step reaches containers or objects of the
+    user's own, whose contents may have changed. What the program's own functions name belongs to the start of a step
+    that names them.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
+        self._objects = [one for one in (*_from_callable(fn), *arguments) if not _is_atom(type(one))]
+        self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
+        self.is_closed = True
+        self._named = list(self._objects)
+        known: set[int] = set()
+        for one in self._named:  # which grows
+            if _is_whole(type(one)) or _is_library_function(one):
+                continue
+            # Beside a method there is its object, which keeps things where no name tells of them.
+            if isinstance(fn, types.MethodType) or not isinstance(one, types.FunctionType):
+                self.is_closed = False
+                break
+            known = known or set(map(id, self._named))
+            named = [each for each in _from_function(one) if not _is_atom(type(each)) and id(each) not in known]
+            known.update(map(id, named))
+            self._named += named
+        self._ids = [id(one) for one in self._named if not _is_data(one)]
+
+    def is_same(self, earlier: Start) -> bool:
+        """Whether it starts from the very same objects as one that has forgotten its objects."""
+        if self._ids != earlier._ids:
+            return False
+        # An id alone may have been given to another object since.
+        return all(reference is None or reference() is not None for reference in earlier._references)
+
+    def walk(self, *, again: bool = False) -> Reached:
+        """What is reached. The nearest first, so that a step that reaches a whole data set still shows its model.
+
+        ``again``: not the first walk from these objects, so only their surroundings are looked at.
+        """
+        limit = _MAX_OBJECTS_AGAIN if again else _MAX_OBJECTS
+        reached = Reached()
+        seen: set[int] = set()
+        keep: list[Any] = []  # temporaries must outlive the walk, or another object could get their id
+        pending = collections.deque(self._objects)
+        while pending and len(seen) < limit:
+            value = pending.popleft()
+            if isinstance(value, _ATOMS) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            keep.append(value)
+            pending.extend(_open(value, reached))
+        return reached
+
+    def forget_objects(self) -> None:
+        """Keep only what `is_same` needs, which holds nothing alive."""
+        self._references = [_reference_to(one) for one in self._named if not _is_data(one)]
+        self._objects, self._named = [], []
+
+
+def _reference_to(value: Any) -> weakref.ref[Any] | None:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return None
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.requires_grad and value.is_leaf)
+
+
+def _is_library_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and _is_library(value.__module__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(module_name: str | None) -> bool:
+    root = (module_name or "").partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names
+
+
+def _open(value: Any, reached: Reached) -> Iterator[Any]:
+    """Record ``value`` if it is of a kind that is looked for, and yield what to look at next."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and value.is_leaf:
+            reached.tensors.append(value)
+        else:
+            reached.plain.append(value)
+    elif isinstance(value, nn.Module):
+        reached.modules.append(value)
+        yield from _attributes(value, skip=("_parameters", "_buffers", "_modules"))
+        for child in value._modules.values():
+            if child is not None:
+                yield from _attributes(child, skip=("_parameters", "_buffers"))
+    elif isinstance(value, HELPER_TYPES):
+        reached.helpers.append(value)
+        for name, member in vars(value).items():
+            is_plain = type(member) is torch.Tensor and not member.requires_grad
+            is_opened = isinstance(member, (list, tuple, *HELPER_TYPES)) or (type(member) is dict and name != "state")
+            if is_plain or is_opened:
+                yield member
+    elif isinstance(value, GENERATOR_TYPES):
+        reached.generators.append(value)
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        yield from itertools.islice(value, _MAX_MEMBERS)
+    elif isinstance(value, Mapping) and nest.is_nested(value):  # which OmegaConf's are not: they hold no tensors
+        yield from itertools.islice(value.values(), _MAX_MEMBERS)
+    elif callable(value) and not isinstance(value, types.ModuleType):
+        yield from _from_callable(value)
+    elif not isinstance(value, types.ModuleType):
+        yield from _attributes(value)
+
+
+def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
+    if (
+        isinstance(value, nn.Module)
+        or not _is_library(type(value).__module__)
+        or isinstance(value, types.SimpleNamespace)
+    ):
+        members = list(getattr(value, "__dict__", {}).items())
+        for name, member in members[:_MAX_MEMBERS]:
+            if name not in skip:
+                yield member
+        for name in _slots_of(type(value)):
+            if hasattr(value, name):
+                yield getattr(value, name)
+
+
+def _from_callable(fn: Any) -> list[Any]:
+    if isinstance(fn, types.FunctionType):
+        return _from_function(fn)
+    if isinstance(fn, functools.partial):
+        return [fn.func, *fn.args, *fn.keywords.values()]
+    if isinstance(fn, types.MethodType):
+        return [fn.__self__, fn.__func__]
+    if isinstance(fn, (nn.Module, *HELPER_TYPES)):
+        return [fn]
+    if not callable(fn):
+        return []
+    wrapped = getattr(fn, "__wrapped__", None)  # `functools.lru_cache` and its like
+    call = vars(type(fn)).get("__call__")
+    called = _from_function(call) if isinstance(call, types.FunctionType) else []
+    return [*([] if wrapped is None else [wrapped]), *_attributes(fn), *called]
+
+
+def _from_function(fn: types.FunctionType) -> list[Any]:
+    wrapped = getattr(fn, "__wrapped__", None)
+    found = [] if wrapped is None else [wrapped]
+    is_library = _is_library(fn.__module__)
+    if is_library and fn.__closure__ is None:
+        return found
+    for cell in fn.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # a name that is assigned later
+            continue
+    if fn.__defaults__:
+        found += fn.__defaults__
+    if fn.__kwdefaults__:
+        found += fn.__kwdefaults__.values()
+    if is_library:
+        return found
+    names = _names(fn.__code__)
+    for name in names.of_globals:
+        value = fn.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            if not _is_library(value.__name__):
+                found += [member for key, member in list(vars(value).items()) if key in names.of_attributes]
+        elif value is not None:
+            found.append(value)
+    return found
+
+
+class _Names(NamedTuple):
+    """That a function uses, and the functions defined in it, in order."""
+
+    of_globals: dict[str, None]
+    of_attributes: dict[str, None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> _Names:
+    names = _Names({}, {})
+    for one in dis.get_instructions(code):
+        is_import = one.opname.startswith("IMPORT_")
+        if is_import or "GLOBAL" in one.opname or one.opname == "LOAD_NAME":  # the last: in the body of a class
+            names.of_globals.setdefault(one.argval)
+        if is_import or "ATTR" in one.opname or "METHOD" in one.opname:
+            names.of_attributes.setdefault(one.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for own, inner in zip(names, _names(constant), strict=True):
+                own.update(inner)
+    return names
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether it is plain memory, which can be shared."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda)
+    with DisableTorchFunctionSubclass():  # a variable that is cut over logical devices says where its pieces are
+        return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.untyped_storage().data_ptr()
+    with DisableTorchFunctionSubclass():  # one of parameter servers would bring its values, and keep them in mind
+        return tensor.untyped_storage().data_ptr()

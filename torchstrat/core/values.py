@@ -1,0 +1,297 @@
+"""Values that have one component per replica.
+
+`PerReplica` holds different values, `Mirrored` equal ones. Both are inert: they are made by a strategy and opened by
+`Strategy.run`, `Strategy.local_results`, `Strategy.reduce` and `Strategy.gather`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+
+from torchstrat.core import nest, notebook_html
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """How one global batch was split: the rows each replica of the whole group got, in replica order.
+
+    Attached to every leaf that an input pipeline hands out; it is what weighs the gradients of uneven batches and
+    what tells which replicas have nothing to do in this step. Known to every process without communication.
+    """
+
+    rows: tuple[int, ...]
+    run_empty: bool = False
+    """`InputOptions(empty_replicas="run")`: call the step on replicas without rows, as TensorFlow does."""
+    dim: int = 0
+    """Along which this leaf has its rows."""
+
+
+class Weights(Protocol):
+    """How much each replica counted in a run; see `torchstrat.replicas.engine.StepWeights`."""
+
+    def known(self, replica: int) -> float | None:
+        """None where nothing has said it."""
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DistributedValues(Generic[T_co]):
+    """A value with one component per replica of a strategy.
+
+    ``values`` are the components of this process, in replica order; ``replica_ids`` are their ids in the whole group.
+    In annotations ``DistributedValues[Tensor]`` says what the components are.
+    """
+
+    __slots__ = ("batch_info", "replica_ids", "values", "weights")
+    _shown_as: str | None = None
+
+    def __init__(
+        self,
+        values: tuple[T_co, ...] | list[T_co],
+        *,
+        replica_ids: tuple[int, ...] | None = None,
+        batch_info: BatchInfo | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        """``weights``: of the run that returned it."""
+        self.values: tuple[T_co, ...] = tuple(values)
+        self.weights = weights
+        self.replica_ids = tuple(range(len(self.values))) if replica_ids is None else tuple(replica_ids)
+        self.batch_info = batch_info
+        if len(self.replica_ids) != len(self.values):
+            raise InvalidArgumentError(
+                f"{type(self).__name__} was given {len(self.values)} values and {len(self.replica_ids)} replica ids; "
+                "give one id per value."
+            )
+
+    def known_weights(self) -> list[float | None]:
+        """Of the components: what they counted in the run that returned them, or the rows of a batch."""
+        if self.batch_info is not None:
+            return [float(self.batch_info.rows[replica]) for replica in self.replica_ids]
+        return [None if self.weights is None else self.weights.known(replica) for replica in self.replica_ids]
+
+    def component(self, replica_id: int) -> T_co:
+        """The component of one replica of this process, by its id in the group."""
+        try:
+            return self.values[self.replica_ids.index(replica_id)]
+        except ValueError:
+            raise InvalidArgumentError(
+                f"this {type(self).__name__} has components for replicas {list(self.replica_ids)}, not for replica "
+                f"{replica_id}; a value made by one run cannot be given to replicas that took no part in it."
+            ) from None
+
+    def _show(self, convert: Any) -> str:
+        rows = ",\n".join(f"  {index}: {convert(value)}" for index, value in enumerate(self.values))
+        return f"{self._shown_as or type(self).__name__}:{{\n{rows}\n}}"
+
+    def __repr__(self) -> str:
+        return self._show(repr)
+
+    def __str__(self) -> str:
+        return self._show(str)
+
+    def _repr_html_(self) -> str:
+        info, components = self.batch_info, zip(self.replica_ids, self.values, strict=True)
+        rows: list[tuple[object, ...]] = [
+            (replica, *(() if info is None else (info.rows[replica],)), value) for replica, value in components
+        ]
+        header = ("replica", *(() if info is None else ("rows",)), "value")
+        return notebook_html.table(self._shown_as or type(self).__name__, header, rows)
+
+
+class PerReplica(DistributedValues[T_co]):
+    """A different value on every replica. Supports no arithmetic: reduce it, gather it, or open it first."""
+
+    __slots__ = ()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise InvalidArgumentError(
+            "a PerReplica value cannot be converted to one array: it has one value per replica. "
+            "Use strategy.reduce, strategy.gather or strategy.local_results first."
+        )
+
+    if not TYPE_CHECKING:  # to a type checker, an object with a __getattr__ has every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # what libraries ask of any object
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f".{name} was asked of {_several(self)}", name=name, obj=self)
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        raise WrongTypeError(f"the format {spec!r} was given {_several(self)}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise InvalidArgumentError(
+            f"{getattr(func, '__name__', func)} was given a PerReplica value, which has one value per replica. "
+            "Call it inside strategy.run, or use strategy.reduce, strategy.gather or strategy.local_results first."
+        )
+
+
+def _several(value: PerReplica[Any]) -> str:
+    return (
+        f"a PerReplica value, which has one value per replica ({len(value.replica_ids)} in this process). "
+        'strategy.reduce("mean", value) or strategy.reduce("sum", value) makes one of them; '
+        "strategy.local_results(value) is a tuple of those of this process."
+    )
+
+
+def _refuse(name: str, shown: str) -> None:
+    def refused(self: PerReplica[Any], *_: Any) -> NoReturn:
+        raise WrongTypeError(f"{shown} was given {_several(self)}")
+
+    refused.__name__ = name
+    setattr(PerReplica, name, refused)
+
+
+for _name in ("float", "int", "bool", "complex", "round"):
+    _refuse(f"__{_name}__", f"{_name}()")
+for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@"}.items():
+    _refuse(f"__{_name}__", _sign)
+    _refuse(f"__r{_name}__", _sign)
+for _name, _sign in {"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+    _refuse(f"__{_name}__", _sign)
+
+
+class Mirrored(DistributedValues[T_co]):
+    """The same value on every replica. Attributes and operators are those of the first local component."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.values[0], name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*nest.map_structure(_first, list(args)), **nest.map_structure(_first, kwargs or {}))
+
+    @property
+    def _first(self) -> Any:
+        return self.values[0]
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._first.__array__(*args, **kwargs)
+
+    def __float__(self) -> float:
+        return float(self._first)
+
+    def __int__(self) -> int:
+        return int(self._first)
+
+    def __bool__(self) -> bool:
+        return bool(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._first[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._first)
+
+
+def _first(value: Any) -> Any:
+    return value.values[0] if isinstance(value, Mirrored) else value
+
+
+def _delegate(name: str) -> Any:
+    def operator(self: Mirrored[Any], *others: Any) -> Any:
+        return getattr(self.values[0], name)(*(_first(other) for other in others))
+
+    operator.__name__ = name
+    return operator
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
+    setattr(Mirrored, f"__r{_name}__", _delegate(f"__r{_name}__"))
+for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge"):
+    setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
+
+
+_OPENED = (PerReplica, Mirrored)
+
+
+def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
+    """What one replica sees of a nest: its own component of every distributed value, all else unchanged."""
+    if isinstance(structure, _OPENED):
+        return structure.component(replica_id)
+    if not nest.is_nested(structure):
+        return structure
+    return nest.rebuild(structure, [select_replica(replica_id, child) for child in nest.values_of(structure)])
+
+
+def find_batch_info(structure: nest.Nest) -> BatchInfo | None:
+    """How the first batch found in the arguments of a run was split, or None when no input pipeline made one."""
+    return batch_info_among(nest.flatten(structure))
+
+
+def batch_info_among(leaves: Iterable[Any]) -> BatchInfo | None:
+    """The same of leaves."""
+    for leaf in leaves:
+        if isinstance(leaf, DistributedValues) and leaf.batch_info is not None:
+            return leaf.batch_info
+    return None
+
+
+def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTypeError] = InvalidArgumentError) -> None:
+    """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all. ``error``: TensorFlow
+    raises a `ValueError` in `run`, and a `TypeError` in `schedule`."""
+    if not isinstance(args, list | tuple):
+        raise error(
+            f"args must be a list or a tuple, one entry per positional argument; got {type(args).__name__}. "
+            "For a single argument write args=(value,)."
+        )
+
+
+def require_callable(fn: Any, caller: str) -> None:
+    if not callable(fn):
+        raise WrongTypeError(
+            f"{caller} needs a function; got {type(fn).__name__}. Pass the function itself, with its arguments beside "
+            "it, and not what it returned."
+        )
+
+
+def require_kwargs(kwargs: Any) -> None:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise WrongTypeError(
+            f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}. Write kwargs={{'name': value}}."
+        )
+
+
+def require_fitting_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """For a `TypeError` that ``fn(*args, **kwargs)`` has raised: if ``fn`` does not take these, say so in the caller's
+    words."""
+    error = misfit(fn, *args, **(kwargs or {}))
+    if error is None:
+        return
+    name = getattr(fn, "__name__", type(fn).__name__)
+    taken = inspect.Signature([one.replace(annotation=one.empty) for one in inspect.signature(fn).parameters.values()])
+    message = (
+        f"run called {name}{taken} with {len(args)} positional arguments and the keywords "
+        f"{sorted(kwargs or {})}: {error}. Each entry of args is one argument"
+    )
+    # A batch of a DataLoader is a list, which passes for a list of arguments.
+    message += "; for a single one, such as a whole batch, write args=(batch,)." if len(args) > 1 else "."
+    raise WrongTypeError(message) from None
+
+
+def misfit(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TypeError | None:
+    """Why ``fn`` cannot be called with these; None if it can, or if nobody knows: a builtin may not say."""
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        return error
+    except ValueError:
+        pass
+    return None

@@ -1,0 +1,114 @@
+"""Objects that stand for a tensor: torch functions, operators and attributes act on the tensor they stand for now."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchstrat.core import nest
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.variable.tensor_operators import TensorOperators, open_tensor
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = frozenset(f"__i{name}__" for name in (*_ARITHMETIC, *_BITWISE))
+
+
+def _edits(name: str) -> bool:
+    """Whether a function of this name writes to its first argument, by torch's naming rule."""
+    return name in _IN_PLACE or name == "__setitem__" if name.startswith("__") else name.endswith("_")
+
+
+def _refusal(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} would edit one component of a Variable behind its strategy's back; "
+        "use assign, assign_add, assign_sub or scatter_add."
+    )
+
+
+def _refused(name: str) -> Any:
+    def operator(self: TensorLike, other: Any) -> Any:
+        raise _refusal(name)
+
+    operator.__name__ = name
+    return operator
+
+
+class TensorLike(TensorOperators, abc.ABC):
+    """Reads like a tensor and is never edited like one: every result is a tensor of its own.
+
+    Subclasses say which tensor they stand for; in-place operations on them raise `UnsupportedError`.
+    """
+
+    @abc.abstractmethod
+    def _lend(self) -> torch.Tensor:
+        """The tensor to compute with, which is not to be written to."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if (args and isinstance(args[0], TensorLike) and _edits(name)) or isinstance(kwargs.get("out"), TensorLike):
+            raise _refusal(name)
+        return func(*nest.map_structure(open_tensor, list(args)), **nest.map_structure(open_tensor, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if _edits(name):
+            raise _refusal(name)
+        return getattr(self._lend(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self._lend().detach().cpu().numpy(), dtype=dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Called by ``torch.as_tensor`` and ``torch.tensor``, which otherwise build tensors of rows wrongly."""
+        return self._lend().detach().clone().__dlpack__(**options)
+
+    def __float__(self) -> float:
+        return float(self._lend())
+
+    def __int__(self) -> int:
+        return int(self._lend())
+
+    def __index__(self) -> int:
+        return self._lend().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self._lend())
+
+    def __len__(self) -> int:
+        return len(self._lend())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._lend())
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._lend()[open_tensor(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise _refusal("__setitem__")
+
+    def __format__(self, spec: str) -> str:
+        return format(self._lend(), spec) if spec else str(self)
+
+    __iadd__ = _refused("__iadd__")
+    __isub__ = _refused("__isub__")
+    __imul__ = _refused("__imul__")
+    __itruediv__ = _refused("__itruediv__")
+    __ifloordiv__ = _refused("__ifloordiv__")
+    __imod__ = _refused("__imod__")
+    __ipow__ = _refused("__ipow__")
+    __imatmul__ = _refused("__imatmul__")
+    __iand__ = _refused("__iand__")
+    __ior__ = _refused("__ior__")
+    __ixor__ = _refused("__ixor__")
+    __ilshift__ = _refused("__ilshift__")
+    __irshift__ = _refused("__irshift__")

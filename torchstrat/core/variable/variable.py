@@ -1,0 +1,323 @@
+"""`Variable`: state that is neither a parameter nor a buffer, kept where the strategy keeps its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchstrat.core import context, reduction
+from torchstrat.core.devices import torch_device
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrat.core.values import PerReplica
+from torchstrat.core.variable.aggregation import Given
+from torchstrat.core.variable.assignment import apply, updated_replica
+from torchstrat.core.variable.creation import (
+    agreed_initial,
+    check_mirrored,
+    from_first_replica,
+    initial_tensor,
+    parse_aggregation,
+    parse_synchronization,
+    placement_of,
+    spans_processes,
+)
+from torchstrat.core.variable.storage import Cell, DeclaredShape, Edit, Storage, VariablePlacement, parse_shape
+from torchstrat.core.variable.tensor_like import TensorLike
+from torchstrat.distributed.collectives.agreement import within
+
+if TYPE_CHECKING:
+    from torchstrat.strategies.strategy import Strategy
+
+
+class Variable(TensorLike):
+    """A tensor that replicas share: counters, sums for metrics, running statistics. Read it like a tensor.
+
+    It belongs to the strategy in whose scope it is created and lives where that strategy keeps its variables: one
+    component on one device or in central storage, a component per replica where variables are mirrored. Created in a
+    replica's code, it is one variable for all replicas. Outside of any scope it is an ordinary variable.
+
+    Args:
+        initial_value: a tensor, an array, numbers, or a function without arguments that gives one of these. With
+            several processes rank 0's is everyone's, so every process has to create the variable.
+        trainable: False or None. Trained state is an `torch.nn.Parameter`.
+        name: for messages, and for `StrategyExtended.non_slot_devices`.
+        aggregation: what happens to the values that several replicas assign: NONE (an error in central storage; each
+            replica's own component where mirrored), SUM, MEAN, or ONLY_FIRST_REPLICA.
+        synchronization: ON_READ gives each replica of a mirrored strategy a component of its own until the variable is
+            read outside of `run`, where its aggregation then combines them. AUTO is ON_WRITE. Other strategies have one
+            component and ignore it.
+        shape: what later values have to fit; None entries fit any size. Default: the initial value's shape.
+        dtype: default: the initial value's.
+
+    Assignments in a replica's code involve all replicas of the run and are applied once; outside of `run`, in a
+    `merge_call` and in `StrategyExtended.update` they are applied as they are. In the scope of another strategy they
+    raise `StrategyMixingError`.
+    """
+
+    _strategy: Strategy
+    _kind: VariablePlacement
+    _cells: tuple[Storage, ...]
+    _replicas: tuple[int, ...]  # of the cells, where mirrored; else those of this process
+    _declared: DeclaredShape
+    _container: Variable | None
+    _components: tuple[Variable, ...]
+    name: str
+    aggregation: VariableAggregation
+    synchronization: VariableSynchronization
+
+    # Not __init__: the replicas of one process that each create a variable all get the same object.
+    def __new__(
+        cls,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        name: str | None = None,
+        aggregation: VariableAggregation | None = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+        shape: Sequence[int | None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Variable:
+        if trainable:
+            raise UnsupportedError(
+                "a Variable is not trained: no optimizer sees it. Use torch.nn.Parameter for trained state."
+            )
+        strategy = context.get_strategy()
+        sharded = strategy._make_sharded_variable(
+            initial_value, name, shape, dtype, aggregation=aggregation, synchronization=synchronization
+        )
+        if sharded is not None:
+            return sharded  # type: ignore[no-any-return]  # parameter servers with a partitioner; documented there
+
+        def create(_: Any, given: Any) -> Variable:
+            first = given.values[0] if isinstance(given, PerReplica) else given
+            made = object.__new__(cls)
+            made._set_up(strategy, first.value, name, aggregation, synchronization, shape, dtype)
+            return made
+
+        engine = strategy._engine
+        in_replica = context.replica_of(strategy, "Variable") is not None
+        if in_replica and engine.num_replicas > 1 and not spans_processes(strategy):
+            made: Variable = engine.merge_call(create, (Given(initial_value),), {})
+            return made
+        return create(strategy, Given(initial_value))
+
+    def _set_up(
+        self,
+        strategy: Strategy,
+        initial_value: Any,
+        name: str | None,
+        aggregation: VariableAggregation | None,
+        synchronization: VariableSynchronization | None,
+        shape: Sequence[int | None] | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._strategy = strategy
+        self.name = "Variable" if name is None else str(name)
+        self._kind = placement_of(strategy)
+        self.aggregation = parse_aggregation(aggregation, self.name)
+        self.synchronization = parse_synchronization(synchronization, self.name)
+        mirrored = self._kind is VariablePlacement.MIRRORED
+        initial = initial_tensor(initial_value, dtype, self.name)
+        if mirrored:
+            check_mirrored(self.name, self.aggregation, self.synchronization, initial.dtype)
+        with within(f"the first value of Variable {self.name!r}"):
+            initial = agreed_initial(strategy, initial)
+        self._declared = parse_shape(shape, initial)
+        devices = strategy.extended._parameter_devices
+        places = devices if mirrored else devices[:1]
+        self._cells = tuple(strategy._make_storage(initial, device, self.name) for device in places)
+        self._replicas = strategy._engine.local_replicas
+        self._container, self._components = None, ()
+        if mirrored:
+            self._components = tuple(self._view(cell) for cell in self._cells)
+        strategy.extended._remember(self)
+        strategy._variable_made(self)
+
+    def _view(self, cell: Storage) -> Variable:
+        """One component as a variable of its own, which shares the cell."""
+        view = self._over(cell, self._strategy, self.name, self.aggregation, self.synchronization, self._declared)
+        view._container = self
+        return view
+
+    @classmethod
+    def _over(
+        cls,
+        cell: Storage,
+        strategy: Strategy,
+        name: str,
+        aggregation: VariableAggregation,
+        synchronization: VariableSynchronization,
+        declared: DeclaredShape,
+    ) -> Variable:
+        """A variable with one component, which is there already."""
+        made = object.__new__(cls)
+        made._strategy, made._kind, made._replicas = strategy, VariablePlacement.ONE, strategy._engine.local_replicas
+        made.name, made.aggregation, made.synchronization = name, aggregation, synchronization
+        made._declared, made._cells, made._container, made._components = declared, (cell,), None, ()
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A variable of its own with the same values, of the same strategy."""
+        copy = self._view(_local_copy(self._cells[0]))
+        copy._kind, copy._container = self._kind, None
+        if self._components:
+            copy._cells = tuple(_local_copy(cell) for cell in self._cells)
+            copy._components = tuple(copy._view(cell) for cell in copy._cells)
+        memo[id(self)] = copy
+        self._strategy.extended._remember(copy)
+        return copy
+
+    def __copy__(self) -> Variable:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled and saved as a plain tensor: strategies do not travel."""
+        return self._cell().copy().__reduce_ex__(protocol)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def read_value(self) -> torch.Tensor:
+        """The current value, as a new tensor: in a replica's code that replica's, elsewhere the first component's.
+
+        An ON_READ variable outside of `run` is combined; with several processes, every one has to read it then.
+        """
+        return self._combined() if self._combines() else self._carried(self._cell().copy())
+
+    def value(self) -> torch.Tensor:
+        """The same as `read_value`."""
+        return self.read_value()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The current value as a new NumPy array."""
+        return np.asarray(self.read_value().cpu().numpy())
+
+    def _lend(self) -> torch.Tensor:
+        return self._combined() if self._combines() else self._carried(self._cell().lend())
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the current value."""
+        return self._cell().shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all its values."""
+        return self._cells[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where a value read here lives. `StrategyExtended.device_of` tells where the variable does."""
+        replica = self._own_replica()
+        if replica is not None and self._kind is VariablePlacement.CENTRAL:
+            return torch_device(self._strategy._engine.device_of_replica(replica))
+        return self._cell().value_device
+
+    @property
+    def trainable(self) -> bool:
+        """False: trained state is a `torch.nn.Parameter`."""
+        return False
+
+    def _own_replica(self) -> int | None:
+        """The replica of this variable's strategy whose component is meant here, if it is one of this process."""
+        here = context.get_replica_context()
+        if here is not None and here.strategy is self._strategy:
+            replica: int | None = here.replica_id_in_sync_group
+        else:
+            replica = updated_replica()
+        # Where a step runs for all replicas at once the number is a tensor, and there is one component.
+        return replica if isinstance(replica, int) and replica in self._replicas else None
+
+    def _cell(self) -> Storage:
+        replica = self._own_replica()
+        if replica is None or len(self._cells) == 1:
+            return self._cells[0]
+        return self._cells[self._replicas.index(replica)]
+
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Central values go to the replica that reads them."""
+        return tensor if self._kind is VariablePlacement.ONE else tensor.to(self.device)
+
+    @property
+    def _is_on_read(self) -> bool:
+        return self._kind is VariablePlacement.MIRRORED and self.synchronization is VariableSynchronization.ON_READ
+
+    def _combines(self) -> bool:
+        return self._is_on_read and self._own_replica() is None
+
+    def _combined(self) -> torch.Tensor:
+        if self.aggregation is VariableAggregation.NONE:
+            raise InvalidArgumentError(
+                f"Variable {self.name!r} is ON_READ with aggregation NONE: outside of run it has no single value. Read "
+                "it in a replica, open it with strategy.local_results, or create it with aggregation SUM, MEAN or "
+                "ONLY_FIRST_REPLICA."
+            )
+        with within(f"reading Variable {self.name!r}"):
+            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return from_first_replica(self._strategy, self._cells[0].copy())
+            op = ReduceOp.from_variable_aggregation(self.aggregation)
+            total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
+        return total.to(self._cells[0].value_device)
+
+    def _per_replica(self) -> PerReplica[Any]:
+        """What each replica of this process reads."""
+        cells = self._cells if self._components else self._cells * len(self._replicas)
+        return PerReplica([cell.lend() for cell in cells], replica_ids=self._replicas)
+
+    def _local_components(self) -> tuple[Variable, ...]:
+        return self._components or (self,)
+
+    def _reduced(self, op: ReduceOp, axis: Axis) -> Any:
+        """`Strategy.reduce` of this variable. It is equal on all replicas, so its own mean, unless it is ON_READ."""
+        engine = self._strategy._engine
+        if axis is not None or self._is_on_read:
+            whole = self._kind is VariablePlacement.ONE
+            return engine.reduce(op, self.read_value() if whole else self._per_replica(), axis)
+        if op is ReduceOp.MEAN or not self._strategy._wraps_values:
+            return self
+        return reduction.reduce_plain(op, self._cells[0].copy(), None, engine.num_replicas)
+
+    def _gathered(self, dim: int) -> torch.Tensor:
+        """`Strategy.gather` of this variable: its components joined; a single one as it is."""
+        engine = self._strategy._engine
+        if self._components:
+            joined: torch.Tensor = engine.gather(self._per_replica(), dim)
+            return joined
+        whole: torch.Tensor = engine.gather(self.read_value(), dim)
+        return whole
+
+    # -- assigning --------------------------------------------------------------------------------------------------
+
+    def assign(self, value: Any) -> Variable:
+        """Replace the value, which must have the variable's shape and dtype. Returns the variable (its component)."""
+        return apply(self, Edit.ASSIGN, value)
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Add ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
+        return apply(self, Edit.ADD, delta)
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtract ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
+        return apply(self, Edit.SUB, delta)
+
+    def scatter_add(self, sparse_delta: torch.Tensor) -> Variable:
+        """Add a sparse COO tensor of the variable's shape; repeated indices add up. Returns the variable."""
+        return apply(self, Edit.SCATTER_ADD, sparse_delta)
+
+    def __repr__(self) -> str:
+        try:
+            values = [cell.copy() for cell in self._cells]
+            shown = repr(values[0])
+        except TorchstratError as error:  # on a server that is gone, say: whoever looks wants to know what this is
+            values, shown = [], f"no value to show ({error})"
+        if values and self._components:
+            shown = "{" + ", ".join(f"{r}: {v!r}" for r, v in zip(self._replicas, values, strict=True)) + "}"
+        facts = f"shape={tuple(self._cells[0].shape)}, dtype={self.dtype}, aggregation={self.aggregation.name}"
+        return f"<Variable {self.name!r} {facts} on {', '.join(cell.device for cell in self._cells)}: {shown}>"
+
+
+def _local_copy(cell: Storage) -> Cell:
+    """Of a component that another process keeps: on the CPU of this one."""
+    return cell.__deepcopy__({}) if isinstance(cell, Cell) else Cell(cell.lend(), "cpu:0")

@@ -1,0 +1,521 @@
+"""What a strategy takes care of: modules, leaf tensors, optimizers and helpers made in its scope or reached by a step.
+
+Registration hooks alone see only part of a model (deep copies and bare parameters register nothing), so three sources
+are joined: hooks that last while a scope is open or a run goes on, the constructors of optimizers, schedulers and
+gradient scalers in that time (see `creation`), and a walk over what the step function can reach (see `reachable`).
+Everything is held weakly: a model that the user drops is forgotten.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, KeysView
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from torchstrat.core._torch_private import is_compiler_at_work
+from torchstrat.core.buffer_rules import BufferRules
+from torchstrat.core.creation import MembersWatch, Watcher, watch_classes
+from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.optimizers import is_listed, take_over_steps
+from torchstrat.core.reachable import Reached, Start, address_of, has_address
+
+_REMEMBERED_STEPS = 256
+
+
+class BufferSlot(NamedTuple):
+    """One entry of a module's buffers. The entry, not the tensor: modules may replace the tensor by assignment."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self.module._buffers.get(self.name)
+
+    @property
+    def has_values(self) -> bool:
+        """By now."""
+        tensor = self.tensor
+        return tensor is not None and not is_lazy(tensor) and not tensor.is_meta
+
+
+class Members(NamedTuple):
+    """What there is at one moment, found in one walk."""
+
+    modules: list[nn.Module]
+    tensors: list[torch.Tensor]
+    """As of `VariableRegistry.tensors`."""
+    buffer_slots: list[BufferSlot]
+    helpers: list[Any]
+    changes: int
+    """`VariableRegistry.changes` of that moment."""
+    vectors: list[torch.Tensor]
+    """Tensors that steps reach, which share memory with variables or their gradients."""
+
+
+def _forget(kept: dict[int, Any], address: int, _: object) -> None:
+    kept.pop(address, None)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return has_address(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+class WeakOrdered:
+    """Objects in order of arrival, compared by identity (tensors and modules define ``==`` otherwise), held weakly."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._numbers: dict[int, int] = {}
+        self.count = 0
+        """How many have ever been added."""
+
+    def add(self, value: Any) -> bool:
+        """Whether ``value`` is new."""
+        key = id(value)
+        if key in self._references:
+            return False
+        references, numbers = self._references, self._numbers
+
+        def forget(_: Any) -> None:
+            references.pop(key, None)
+            numbers.pop(key, None)
+
+        self._references[key] = weakref.ref(value, forget)
+        self._numbers[key] = self.count
+        self.count += 1
+        return True
+
+    def discard(self, value: Any) -> None:
+        self._references.pop(id(value), None)
+        self._numbers.pop(id(value), None)
+
+    def number_of(self, value: Any) -> int:
+        return self._numbers.get(id(value), -1)
+
+    def ids(self) -> KeysView[int]:
+        """What `id` gives for each of them."""
+        return self._references.keys()
+
+    def numbered(self) -> Iterator[tuple[int, Any]]:
+        """With the number that each got when it was added. Numbers are never used again, so they are equal on all
+        processes of an SPMD program, even where one of them has not yet collected an object that another has."""
+        for value in self:
+            yield self._numbers[id(value)], value
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._references
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.alive())
+
+    def alive(self) -> list[Any]:
+        """Those that are still there."""
+        if not self._references:
+            return []
+        return [value for each in list(self._references.values()) if (value := each()) is not None]
+
+
+class VariableRegistry:
+    """The variables of one strategy, in order of creation (the same order on every process of an SPMD program).
+
+    ``is_current()`` tells whether the calling thread works for this strategy; what other threads create meanwhile is
+    none of its business.
+    """
+
+    def __init__(self, is_current: Callable[[], bool] = lambda: True) -> None:
+        self._modules = WeakOrdered()
+        self._tensors = WeakOrdered()
+        self._helpers = WeakOrdered()
+        self._vectors = WeakOrdered()
+        self._given_up = WeakOrdered()
+        self._released = WeakOrdered()
+        self._lone = WeakOrdered()  # optimizers that steps have made over tensors in no module
+        self._lone_tensors = WeakOrdered()
+        self._copied = WeakOrdered()  # modules that the current run has copied
+        self._lone_before = 0  # how many of them there had been when the current run began
+        self.is_in_step = False
+        """Whether replicas run a step now."""
+        self.looks_for_flat = False
+        """Whether variables and gradients that share memory have to be told, for replicas of one process."""
+        self._flat_seen: set[int] = set()
+        self._stands_for: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
+        self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
+        self._members_watch = MembersWatch(self._watcher)
+        self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
+        self._walked: dict[Any, Start] = {}  # of the last so many steps
+        self.buffer_rules = BufferRules()
+        self._step: Any = None  # what the last adopted function is known by
+        self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
+        self.on_member: Callable[[nn.Module, str, Any], None] | None = None
+        """Called for every parameter, buffer and child registered in a module while recording. For the engine's use
+        during a run."""
+        self.on_copy: Callable[[nn.Module], None] | None = None
+        """Called for every module made by a deep copy, or unpickled, while recording."""
+        self.changes = 0
+        """Counts what was added, so that a run can tell at no cost that nothing was."""
+        self.may_create = False
+        """Whether the step that `adopt` saw last may well make deep copies or helpers: it starts from other objects
+        than before, so this may be its first run, or it has made copies before."""
+
+    # -- while a scope is open, or a run goes on ----------------------------------------------------------------------
+
+    def open(self, *, classes: bool = True) -> None:
+        """Start recording what is created. Calls nest. ``classes``: deep copies and helpers too, not only members."""
+        if not self._opened:
+            self._members_watch.begin()
+        self._opened.append(watch_classes(self._watcher) if classes else None)
+
+    def close(self) -> None:
+        end_classes = self._opened.pop()
+        if end_classes is not None:
+            end_classes()
+        if self._opened:
+            return
+        self._members_watch.end()
+        if self._has_unknown_children():
+            for module in list(self._modules):
+                self._add_tree(module)
+
+    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+        if is_compiler_at_work():
+            return  # its graphs keep parameters and an optimizer's state as members of modules that nobody else has
+        self.changes += 1
+        self._modules.add(module)
+        if self.on_member is not None:
+            self.on_member(module, name, member)
+
+    def _on_copy(self, module: nn.Module) -> None:
+        self.changes += 1
+        self._modules.add(module)
+        if self.is_in_step:
+            self._copied.add(module)
+        if self.on_copy is not None:
+            self._copying.add(self._step)
+            self.on_copy(module)
+
+    def _on_helper(self, helper: Any) -> None:
+        if self.is_in_step and self._is_lone(helper):
+            self._add_lone(helper)
+            return
+        self.changes += 1
+        self.add_helper(helper)
+
+    def _is_lone(self, helper: Any) -> bool:
+        """Whether it is an optimizer over tensors that are nobody's, or of deep copies: not over those of all replicas,
+        then, but over something that each makes for its own rows and is done with at the end of the run."""
+        tensors = _tensors_of(helper)
+        known = {id(tensor) for tensor in self.tensors()} if tensors else set()
+        known -= {id(tensor) for module in self._copied for tensor in module._parameters.values()}
+        return bool(tensors) and not any(id(tensor) in known for tensor in tensors)
+
+    def note_step_of(self, optimizer: Optimizer) -> None:
+        """A step in a process of its own is about to step one. Raises where an earlier run has made it like that: its
+        first steps were each replica's own."""
+        if optimizer in self._helpers:
+            return
+        number = self._lone.number_of(optimizer)
+        if 0 <= number < self._lone_before:
+            raise ReplicaDivergenceError(
+                f"a step has made this {type(optimizer).__name__} over tensors that are no variables of the strategy "
+                "(in no module, or in a deep copy), and a later one goes on with it: every replica has made steps of "
+                "its own. Make variables that replicas share, and their optimizer, within `with strategy.scope():`."
+            )
+        if number < 0 and self._is_lone(optimizer):
+            self._add_lone(optimizer)
+
+    def _add_lone(self, optimizer: Optimizer) -> None:
+        self._lone.add(optimizer)
+        for tensor in _tensors_of(optimizer):
+            self._lone_tensors.add(tensor)
+
+    # -- at each run ------------------------------------------------------------------------------------------------
+
+    def adopt(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> list[str]:
+        """Record what a step reaches. Returns descriptions of the trainable state among it that no scope had seen."""
+        self._grow()
+        self._lone_before = self._lone.count
+        if self._copied.count:
+            self._copied = WeakOrdered()
+        start = Start(fn, arguments)
+        self._step = step = getattr(fn, "__code__", None) or type(fn)
+        before = self._walked.get(step)
+        is_new = before is None or not start.is_same(before) or (self.looks_for_flat and self._has_new_flat_memory())
+        self.may_create = is_new or step in self._copying
+        if start.is_closed and not is_new:
+            return []
+        found = start.walk(again=not is_new)
+        adopted = self._record(found)
+        if is_new:
+            self._note_vectors(found.plain)
+        start.forget_objects()
+        self._remember(step, start)
+        return adopted if is_new else []  # else it may have been made by an earlier run of the step
+
+    def _remember(self, step: Any, start: Start) -> None:
+        self._walked.pop(step, None)
+        self._walked[step] = start
+        if len(self._walked) > _REMEMBERED_STEPS:  # a notebook makes a new one each time that a cell is run
+            oldest = next(iter(self._walked))
+            del self._walked[oldest]
+            self._copying.discard(oldest)
+
+    def _record(self, found: Reached) -> list[str]:
+        adopted: list[str] = []
+        for helper in found.helpers:
+            if helper not in self._lone:
+                self.add_helper(helper)
+        owned = {id(tensor) for tensor in self._optimizer_tensors()}
+        for module in found.modules:
+            is_new = module not in self._modules
+            self._add_tree(module)
+            if is_new and not self._opened and _is_trainable(module) and module not in self._given_up:
+                how = "that was released" if module in self._released else "made outside of it"
+                adopted.append(f"a {type(module).__name__} {how}")
+        if not found.tensors:
+            return adopted
+        members = {id(tensor) for module in self._modules for tensor in module._parameters.values()}
+        for tensor in found.tensors:
+            if id(tensor) in members or tensor in self._lone_tensors:
+                continue
+            is_known = id(tensor) in owned or tensor in self._given_up
+            if self._tensors.add(tensor) and not self._opened and not is_known:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "leaf tensor"
+                adopted.append(f"a bare {kind} of shape {tuple(tensor.shape)}, in no module and no optimizer")
+        return adopted
+
+    def _note_vectors(self, plain: Iterable[torch.Tensor]) -> None:
+        members = self.members()
+        variables = [tensor for tensor in members.tensors if has_address(tensor)]
+        gradients = [tensor.grad for tensor in variables if tensor.grad is not None and has_address(tensor.grad)]
+        addresses = {address_of(tensor) for tensor in (*variables, *gradients)}
+        buffers = [slot.tensor for slot in members.buffer_slots]
+        for tensor in (*plain, *buffers):
+            if type(tensor) is not torch.Tensor or not has_address(tensor) or not tensor.numel():
+                continue
+            if address_of(tensor) in addresses:
+                self._vectors.add(tensor)
+        if self.looks_for_flat:
+            self._note_shared(variables)
+            self._note_shared([gradient for gradient in gradients if _is_part(gradient)])
+
+    def _note_shared(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Memory that several variables, or their gradients, have in common, though no tensor that a step reaches is
+        all of it: a tensor that stands for it, as long as the first of them lives."""
+        first: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            address = address_of(tensor)
+            other = first.setdefault(address, tensor)
+            if other is not tensor and address not in self._stands_for and tensor.numel():
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+                gone = functools.partial(_forget, self._stands_for, address)
+                self._stands_for[address] = whole, weakref.ref(other, gone)
+                self._vectors.add(whole)
+
+    def _has_new_flat_memory(self) -> bool:
+        """Whether there are variables or gradients that are parts of a larger memory which the last walk has not seen:
+        a flat buffer that was made between runs, or in one."""
+        variables = [tensor for helper in self._helpers for tensor in _tensors_of(helper)]
+        gradients = [tensor.grad for tensor in variables]
+        found = {address_of(one) for one in variables if _is_part(one)}
+        found |= {address_of(one) for one in gradients if one is not None and one._is_view() and _is_part(one)}
+        seen, self._flat_seen = self._flat_seen, found
+        return not found <= seen
+
+    def _grow(self) -> None:
+        """Children that were put into known modules since: a new head, a parametrization."""
+        if self._has_unknown_children():
+            for module in self._modules:
+                for child in module._modules.values():
+                    if child is not None and child not in self._modules:
+                        self._add_tree(child)
+
+    def _has_unknown_children(self) -> bool:
+        """Asked at both ends of every run. A module's children are in a plain dictionary, so nothing tells."""
+        known = self._modules.ids()
+        for module in self._modules.alive():
+            if children := module._modules:
+                for child in children.values():
+                    if child is not None and id(child) not in known:
+                        return True
+        return False
+
+    def _add_tree(self, module: nn.Module) -> None:
+        if self._modules.add(module):
+            self.changes += 1
+        for child in module._modules.values():
+            if child is not None:
+                self._add_tree(child)
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    def __contains__(self, value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return value in self._modules
+        return any(value is tensor for tensor in self.tensors()) or any(
+            value is slot.tensor for slot in self.buffer_slots()
+        )
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters of the modules, leaf tensors, and what optimizers hold; each once. Looked up anew at every call,
+        since parameters may be replaced (``load_state_dict(assign=True)``, ``.to()``, pruning)."""
+        return self.members().tensors
+
+    def members(self) -> Members:
+        """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
+        modules, helpers = self._modules.alive(), self._helpers.alive()
+        found: dict[int, torch.Tensor] = {}
+        slots: list[BufferSlot] = []
+        for module in modules:
+            for tensor in module._parameters.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+            if module._buffers:
+                slots += [BufferSlot(module, name) for name in module._buffers]
+        for tensor in self._tensors.alive() if self._tensors.count else ():
+            found[id(tensor)] = tensor
+        for helper in helpers:
+            for tensor in _tensors_of(helper):
+                found[id(tensor)] = tensor
+        vectors = self._vectors.alive() if self._vectors.count else []
+        return Members(modules, list(found.values()), slots, helpers, self.changes, vectors)
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """`tensors`, by names that are the same on every process of an SPMD program."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, kind, number, tensor in self._members():
+            if id(tensor) not in found:
+                found[id(tensor)] = (f"{name} of {kind} {number}", tensor)
+        return dict(found.values())
+
+    def _members(self) -> Iterator[tuple[Any, str, int, torch.Tensor]]:
+        for number, module in self._modules.numbered():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield name, "module", number, parameter
+        for number, tensor in self._tensors.numbered():
+            yield "value", "tensor", number, tensor
+        for number, helper in self._helpers.numbered():
+            for place, tensor in enumerate(_tensors_of(helper)):
+                yield place, "optimizer", number, tensor
+
+    def buffer_slots(self) -> list[BufferSlot]:
+        return list(self.named_buffer_slots().values())
+
+    def named_buffer_slots(self) -> dict[str, BufferSlot]:
+        """`buffer_slots`, named as in `named_tensors`."""
+        return {
+            f"{name} of module {number}": BufferSlot(module, name)
+            for number, module in self._modules.numbered()
+            for name in module._buffers
+        }
+
+    def number_of(self, module: nn.Module) -> int:
+        """The number that `named_tensors` gives a module; -1 for one that is not recorded."""
+        return self._modules.number_of(module)
+
+    def outermost_names(self) -> dict[int, str]:
+        """``id`` of each parameter → the name that it has in the outermost recorded module: what sharding rules
+        go by."""
+        modules = list(self.modules())
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        found: dict[int, str] = {}
+        for module in modules:
+            if id(module) not in inner:
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    found.setdefault(id(parameter), name)
+        return found
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many modules, tensors and helpers have ever been recorded: what the next ones' numbers follow from."""
+        return self._modules.count, self._tensors.count, self._helpers.count
+
+    @property
+    def population(self) -> tuple[int, ...]:
+        """Of modules, tensors and helpers: how many were ever recorded, and how many of these are there still. Other
+        numbers whenever anything has been recorded since, or dropped by the program."""
+        modules, tensors, helpers = self._modules, self._tensors, self._helpers
+        return (
+            *(modules.count, len(modules.ids()), tensors.count, len(tensors.ids())),
+            *(helpers.count, len(helpers.ids())),
+        )
+
+    def catch_up_with(self, counts: tuple[int, int, int]) -> None:
+        """Go on numbering where another process is, which ran a step that this one did not."""
+        for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
+            ordered.count = max(ordered.count, count)
+
+    def let_go(self, values: Iterable[Any]) -> None:
+        """Forget these, though the program has them still."""
+        for value in values:
+            if isinstance(value, nn.Module):
+                self._released.add(value)
+            for ordered in (self._modules, self._tensors, self._helpers):
+                ordered.discard(value)
+        self._walked.clear()
+
+    def give_up(self, counts: tuple[int, int, int]) -> None:
+        """Forget what was recorded since these were the `counts`: the strategy has refused it. What a step reaches of
+        it is recorded again, to be refused again, or not without the rest."""
+        for value in self.forget_since(counts):
+            self._given_up.add(value)
+
+    def forget_since(self, counts: tuple[int, int, int]) -> list[Any]:
+        """Forget what was recorded since these were the `counts`, and give it."""
+        forgotten = []
+        for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
+            for number, value in list(ordered.numbered()):
+                if number >= count:
+                    ordered.discard(value)
+                    forgotten.append(value)
+        self._walked.clear()
+        self.changes += 1
+        return forgotten
+
+    def helpers(self) -> list[Any]:
+        """Optimizers, schedulers and gradient scalers."""
+        return list(self._helpers)
+
+    def optimizers(self) -> list[Optimizer]:
+        return [helper for helper in self._helpers if isinstance(helper, Optimizer)]
+
+    def add_helper(self, helper: Any) -> None:
+        self._helpers.add(helper)
+        if (
+            isinstance(helper, Optimizer)
+            and not is_listed(type(helper))
+            and hasattr(helper, "_optimizer_step_pre_hooks")
+        ):
+            take_over_steps(type(helper))
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        for helper in self._helpers:
+            yield from _tensors_of(helper)
+
+    def describe(self, tensor: torch.Tensor) -> str:
+        """A name for error messages: the owning module's class, the parameter's name and shape."""
+        for module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is tensor:
+                    return f"{type(module).__name__}.{name} {tuple(tensor.shape)}"
+        return f"tensor {tuple(tensor.shape)}"
+
+
+def _tensors_of(helper: Any) -> list[torch.Tensor]:
+    if not isinstance(helper, Optimizer):
+        return []
+    return [tensor for group in getattr(helper, "param_groups", ()) for tensor in group["params"]]
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -1,0 +1,270 @@
+"""What the launcher tells this process about its job: the one place that reads the launcher's environment.
+
+``torchrun`` says it with ``RANK``, ``WORLD_SIZE`` and their kin, TensorFlow-style launchers with ``TF_CONFIG``. Both
+are read when a function here is called, never at import, and checked whole before any communication starts.
+`ProcessPlan` is what the per-process engine needs of either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from numbers import Real
+from typing import Any
+
+from torchstrat.core.errors import ClusterConfigError, WrongTypeError
+from torchstrat.distributed.cluster_spec import (
+    CHIEF,
+    EVALUATOR,
+    PARAMETER_SERVER,
+    WORKER,
+    ClusterSpec,
+    id_in_cluster,
+    worker_count,
+)
+
+Environment = Mapping[str, str]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long strategies wait for other processes, where the user says nothing else."""
+_ALL_STARTED = timedelta(minutes=2)
+"""How long processes that were started at once may be apart: less than a job should wait for one that never comes."""
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """This process's place in a group in which every process runs the same program.
+
+    ``rank`` of ``size`` in the whole group, ``local_rank`` of ``local_size`` among those of this host.
+    ``init_method`` is for `torch.distributed.init_process_group`; None where there is nobody to meet.
+    ``spans_hosts`` is what the launcher says: two single-process launchers on one host look like two hosts.
+    ``name`` says who this is in error messages.
+    ``started_at_once``: the launcher starts all processes at the same time, or none (``srun``, ``mpirun``).
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    init_method: str | None
+    spans_hosts: bool
+    name: str
+    started_at_once: bool = False
+
+    def joining_timeout(self, timeout: timedelta) -> timedelta:
+        """How long to wait for the others to start, where ``timeout`` is how long to wait for them later."""
+        return _ALL_STARTED if self.started_at_once and timeout == DEFAULT_TIMEOUT else timeout
+
+
+def process_plan_from_torchrun(environ: Environment | None = None) -> ProcessPlan | None:
+    """The plan that ``torchrun`` set up, or None when ``WORLD_SIZE`` is not set, so that this process is alone.
+
+    Args:
+        environ: Read in place of `os.environ`.
+
+    Raises:
+        ClusterConfigError: variables are missing or contradict each other; the message lists all of them.
+    """
+    environ = os.environ if environ is None else environ
+    if "WORLD_SIZE" not in environ:
+        return None
+    problems: list[str] = []
+    size = _variable(environ, "WORLD_SIZE", 1, None, problems)
+    local_size = _variable(environ, "LOCAL_WORLD_SIZE", 1, size, problems)
+    rank = _variable(environ, "RANK", 0, size - 1, problems)
+    local_rank = _variable(environ, "LOCAL_RANK", 0, local_size - 1, problems)
+    _variable(environ, "MASTER_PORT", 0, 65535, problems)
+    if not environ.get("MASTER_ADDR"):
+        problems.append("MASTER_ADDR is not set")
+    if problems:
+        raise ClusterConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']!r} says that a launcher started this process, but "
+            f"{'; '.join(problems)}. Start it with torchrun, which sets them all, or unset WORLD_SIZE to run alone."
+        )
+    return ProcessPlan(rank, size, local_rank, local_size, "env://", local_size < size, f"rank {rank} of {size}")
+
+
+def torchrun_address(environ: Environment | None = None) -> str:
+    """``host:port`` where the processes that torchrun started meet; call it when there is a plan."""
+    environ = os.environ if environ is None else environ
+    return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
+
+def _variable(environ: Environment, name: str, least: int, most: int | None, problems: list[str]) -> int:
+    """The number in a variable; what is wrong with it goes to ``problems``."""
+    text = environ.get(name)
+    if text is None:
+        problems.append(f"{name} is not set")
+        return least
+    try:
+        number = int(text)
+    except ValueError:
+        problems.append(f"{name}={text!r} is not a whole number")
+        return least
+    if number < least or (most is not None and number > max(most, least)):
+        problems.append(f"{name}={text!r} must be at least {least}" + ("" if most is None else f" and at most {most}"))
+        return least
+    return number
+
+
+def process_plan_from_cluster(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> ProcessPlan | None:
+    """The plan of one task of a cluster: ranks count the chief first, then the workers; they meet at rank 0's address.
+
+    Addresses say which tasks share a host. Returns None for an empty cluster. An evaluator computes alone.
+
+    Raises:
+        ClusterConfigError: a parameter server; a task whose type or index is missing, unknown or leaves a gap; an
+            address without a port.
+    """
+    if not spec:
+        return None
+    if task_type is None or task_id is None:
+        raise ClusterConfigError(
+            f"the cluster has jobs {spec.jobs}, but nothing says which task this process is "
+            f"(type {task_type!r}, index {task_id!r}); give both."
+        )
+    if task_type == PARAMETER_SERVER:
+        raise ClusterConfigError(
+            f"this process is parameter server {task_id}, which takes no part in synchronous training; start it with "
+            "a Server for ParameterServerStrategy, or leave the job 'ps' out of the cluster."
+        )
+    if task_type == EVALUATOR:
+        return ProcessPlan(0, 1, 0, 1, None, False, f"evaluator {task_id}")
+    rank, size = id_in_cluster(spec, task_type, task_id), worker_count(spec, task_type)
+    hosts = [_host(job, index, spec) for job in (CHIEF, WORKER) if job in spec.jobs for index in _indices(spec, job)]
+    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    meeting_point = spec.task_address(CHIEF if CHIEF in spec.jobs else WORKER, 0)
+    return ProcessPlan(
+        rank=rank,
+        size=size,
+        local_rank=neighbours.index(rank),
+        local_size=len(neighbours),
+        init_method=f"tcp://{meeting_point}",
+        spans_hosts=len(set(hosts)) > 1,
+        name=f"rank {rank} of {size} ({task_type} {task_id})",
+    )
+
+
+def _indices(spec: ClusterSpec, job: str) -> list[int]:
+    indices = spec.task_indices(job)
+    if indices != list(range(len(indices))):
+        raise ClusterConfigError(f"job {job!r} has tasks {indices}; synchronous training needs 0, 1, 2, … with no gap.")
+    return indices
+
+
+def _host(job: str, index: int, spec: ClusterSpec) -> str:
+    address = spec.task_address(job, index)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterConfigError(f"task {index} of job {job!r} has address {address!r}; write 'host:port'.")
+    return host
+
+
+@dataclass(frozen=True)
+class TFConfig:
+    """A checked ``TF_CONFIG``. What it does not say is None; ``cluster`` is then empty."""
+
+    cluster: ClusterSpec
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+    session_master: str | None = None
+
+
+def read_tf_config(environ: Environment | None = None) -> TFConfig:
+    """``TF_CONFIG`` as it is now; an unset variable describes no cluster.
+
+    Args:
+        environ: Read in place of `os.environ`.
+
+    Raises:
+        ClusterConfigError: it is no JSON object, or a part of it is malformed or names a task that its cluster lacks;
+            the message has the key and its value.
+    """
+    environ = os.environ if environ is None else environ
+    if "TF_CONFIG" not in environ:
+        return TFConfig(ClusterSpec({}))
+    text = environ["TF_CONFIG"]
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterConfigError(f"TF_CONFIG={text!r} is not JSON ({error}); write an object, or unset it.") from None
+    content = _object("TF_CONFIG", document)
+    task = _object("task", content.get("task", {}))
+    return _with_known_task(
+        TFConfig(
+            cluster=_cluster(content.get("cluster", {})),
+            task_type=_text("TF_CONFIG has task.type", task["type"]) if "type" in task else None,
+            task_id=_index("TF_CONFIG has task.index", task["index"]) if "index" in task else None,
+            rpc_layer=text_or_none("TF_CONFIG has rpc_layer", content.get("rpc_layer")),
+            session_master=text_or_none("TF_CONFIG has session_master", content.get("session_master")),
+        )
+    )
+
+
+def _with_known_task(config: TFConfig) -> TFConfig:
+    """Check that the task is in the cluster. A coordinator and an evaluator need no address, hence no entry."""
+    if not config.cluster or config.task_type is None:
+        return config
+    if config.task_type not in config.cluster.jobs:
+        if config.task_type in (CHIEF, EVALUATOR):
+            return config
+        raise _malformed(
+            "TF_CONFIG has task.type", config.task_type, f"one of the cluster's jobs, {sorted(config.cluster.jobs)}"
+        )
+    indices = config.cluster.task_indices(config.task_type)
+    if config.task_id is not None and config.task_id not in indices:
+        raise _malformed(
+            "TF_CONFIG has task.index", config.task_id, f"one of the tasks of job {config.task_type!r}, {indices}"
+        )
+    return config
+
+
+def _cluster(value: Any) -> ClusterSpec:
+    content = _object("cluster", value)
+    try:
+        return ClusterSpec(content)
+    except (WrongTypeError, ClusterConfigError) as error:
+        raise ClusterConfigError(f"TF_CONFIG has cluster={value!r}: {error}") from None
+
+
+def _object(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        if key == "TF_CONFIG":
+            raise ClusterConfigError(f"TF_CONFIG is {value!r}; it must be an object, {{…}}.")
+        raise _malformed(f"TF_CONFIG has {key}", value, "an object, {…}")
+    return value
+
+
+def text_or_none(what: str, value: Any) -> str | None:
+    """``what``: how a message calls the value, up to the equals sign."""
+    return None if value is None else _text(what, value)
+
+
+def index_or_none(what: str, value: Any) -> int | None:
+    """A whole number, also one in words, as the environment has it (``"1"``); ``what`` as of `text_or_none`."""
+    return None if value is None else _index(what, value)
+
+
+def _text(what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _malformed(what, value, "a string")
+    return value
+
+
+def _index(what: str, value: Any) -> int:
+    whole = not isinstance(value, bool) and isinstance(value, Real | str)
+    try:
+        number = int(value) if whole else -1
+    except (ValueError, OverflowError):  # of infinity
+        number = -1
+    if number < 0 or (not isinstance(value, str) and number != value):
+        raise _malformed(what, value, "a whole number of at least 0")
+    return number
+
+
+def _malformed(what: str, value: Any, wanted: str) -> ClusterConfigError:
+    return ClusterConfigError(f"{what}={value!r}; it must be {wanted}.")

@@ -1,0 +1,222 @@
+"""How a process finds out which job it belongs to and which task of it it is; public as ``ts.cluster_resolver``.
+
+A resolver describes; it contacts nobody. `SimpleClusterResolver` says what it is given, `TFConfigClusterResolver` what
+``TF_CONFIG`` holds at that moment, `TorchrunClusterResolver`, `SlurmClusterResolver` and `KubernetesClusterResolver`
+what their launcher had set when they were built; `TPUClusterResolver` which hosts a TPU has; `UnionResolver` puts
+several together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchstrat.core.devices import local_devices
+from torchstrat.core.errors import ClusterConfigError, WrongTypeError
+from torchstrat.distributed.cluster import (
+    Environment,
+    ProcessPlan,
+    TFConfig,
+    index_or_none,
+    process_plan_from_torchrun,
+    read_tf_config,
+    text_or_none,
+    torchrun_address,
+)
+from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec, id_in_cluster, is_chief, worker_count
+from torchstrat.distributed.launcher_resolvers import KubernetesClusterResolver, SlurmClusterResolver
+from torchstrat.distributed.resolver_interface import ClusterResolver, with_layer
+from torchstrat.distributed.union_resolver import UnionResolver
+from torchstrat.sharding.tpu.cluster_resolver import TPUClusterResolver
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "KubernetesClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "TorchrunClusterResolver",
+    "UnionResolver",
+    "id_in_cluster",
+    "is_chief",
+    "worker_count",
+]
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """Says what it was given.
+
+    Args:
+        cluster_spec: The cluster; a `ClusterSpec`, not a dict.
+        master: What `master` answers when it is not asked for a task.
+        task_type, task_id: This process's task.
+        environment: A free text.
+        num_accelerators: Kind → number, the same for every task.
+        rpc_layer: The scheme before addresses, such as ``grpc``.
+
+    Raises:
+        WrongTypeError: ``cluster_spec`` is no `ClusterSpec`, or ``master`` is no string.
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise WrongTypeError(
+                f"cluster_spec must be a ClusterSpec; got {type(cluster_spec).__name__} {cluster_spec!r}. "
+                "Write ClusterSpec({'worker': ['host0:2222', …]})."
+            )
+        if not isinstance(master, str):
+            raise WrongTypeError(
+                f"master must be a string such as 'host:2222'; got {type(master).__name__} {master!r}."
+            )
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._num_accelerators = dict(num_accelerators or {})
+        self.task_type = task_type
+        self.task_id = task_id
+        self.environment = environment
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of the task asked for; without both its type and its index, the master that was given.
+
+        Raises:
+            ClusterConfigError: the cluster has no such task.
+        """
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        else:
+            address = self._master
+        return with_layer(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        return dict(self._num_accelerators)
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads ``TF_CONFIG``, and checks it, when it is built and again at each access.
+
+    What the arguments or the setters say goes before what the variable says, and is checked by the same rules.
+
+    Args:
+        task_type, task_id, rpc_layer: In place of the variable's. An index may be in words, as the environment has it.
+        environment: A free text.
+        environ: Read in place of `os.environ`.
+
+    Raises:
+        ClusterConfigError: the variable or an argument is malformed; the message has the key and its value.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | str | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Environment | None = None,
+    ) -> None:
+        self._environ = environ
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self.environment = environment
+        self._read()
+
+    def _read(self) -> TFConfig:
+        return read_tf_config(self._environ)
+
+    @property
+    def task_type(self) -> str | None:
+        from_variable = self._read().task_type
+        return from_variable if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = text_or_none("task_type", task_type)
+
+    @property
+    def task_id(self) -> int | None:
+        from_variable = self._read().task_id
+        return from_variable if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | str | None) -> None:
+        self._task_id = index_or_none("task_id", task_id)
+
+    @property
+    def rpc_layer(self) -> str | None:
+        from_variable = self._read().rpc_layer
+        return from_variable if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._read().cluster
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The variable's ``session_master``; or "" for a cluster of at most one task; or the address of a task.
+
+        The task is this process's own where the arguments do not say another.
+
+        Raises:
+            ClusterConfigError: the cluster has no such task.
+        """
+        config = self._read()
+        if config.session_master is not None:
+            return config.session_master
+        if sum(config.cluster.num_tasks(job) for job in config.cluster.jobs) <= 1:
+            return ""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            raise ClusterConfigError(
+                f"master() needs a task: TF_CONFIG has task.type={job!r} and task.index={index!r}; give both, there or "
+                "as arguments."
+            )
+        return with_layer(config.cluster.task_address(job, index), rpc_layer or self.rpc_layer)
+
+
+class TorchrunClusterResolver(ClusterResolver):
+    """What ``torchrun`` set: every rank is a worker, ``task_id`` is its global rank. Alone, the cluster is empty.
+
+    Torchrun gives no rank an address of its own: all tasks are listed under the address where they meet.
+
+    Args:
+        environ: Read in place of `os.environ`, once.
+
+    Raises:
+        ClusterConfigError: variables are missing or malformed.
+    """
+
+    def __init__(self, *, environ: Environment | None = None) -> None:
+        self._plan = process_plan_from_torchrun(environ)
+        self._address = torchrun_address(environ) if self._plan else ""
+        self.task_type = WORKER if self._plan else None
+        self.task_id = self._plan.rank if self._plan else None
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec({WORKER: [self._address] * self._plan.size} if self._plan else {})
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address where the ranks meet, whichever task is asked for; "" when this process is alone."""
+        return with_layer(self._address, rpc_layer or self.rpc_layer) if self._address else ""
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """One GPU for each rank of a machine that has them: torchrun starts one process per device."""
+        return {"GPU": 1} if local_devices() else {}
+
+    def process_plan(self) -> ProcessPlan | None:
+        return self._plan

@@ -1,0 +1,130 @@
+"""Before processes exchange data, they make sure that they are about to exchange the same thing.
+
+Without that, a rank that skipped a call would answer the others' next one. Numbers would be mixed up silently, or
+processes would die: gloo ends one that receives a message of another size than it expects. So what ranks send each
+other first is equally long, and says which call it belongs to.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.tensor_bytes import bytes_of
+from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
+
+AGREEMENT, OBJECT = 1.0, -1.0
+"""Kinds of calls: an agreement, whose numbers are all there is to send, or objects, which follow."""
+
+_WIDTH = 12
+_PADDING = (0.0,) * (_WIDTH - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def code(text: str) -> float:
+    """A number for a text that a float64 holds exactly, the same in every process; positive."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+
+
+def header(kind: float, call: str, numbers: Sequence[float]) -> tuple[float, ...]:
+    """The numbers (at most 11) of a ``call``, behind a number that stands for its kind and its name."""
+    assert len(numbers) < _WIDTH
+    return (kind * code(call), *numbers, *_PADDING[len(numbers) :])
+
+
+def is_of(kind: float, first: Sequence[float]) -> bool:
+    """Whether a rank's first message is that of a call of this kind."""
+    return first[0] * kind > 0
+
+
+def numbers_in(messages: Sequence[list[float]], count: int) -> list[list[float]]:
+    """What each rank gave to `header`."""
+    return [first[1 : count + 1] for first in messages]
+
+
+def length_in(first: Sequence[float]) -> int:
+    """Of the object that follows a first message."""
+    return int(first[1])
+
+
+INPUT = "distribute_dataset"
+"""The call that makes a channel for input."""
+
+_within: ContextVar[str] = ContextVar("_within", default="")
+
+
+@contextmanager
+def within(call: str) -> Iterator[None]:
+    """What this rank agrees on in the block is a part of this ``call``. Others, with exchanges that look the same but
+    are part of another call, are found by it: numbers of both would be combined."""
+    token = _within.set(f"{call}: ")
+    try:
+        yield
+    finally:
+        _within.reset(token)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """Two checksums of the bits and the order of all elements."""
+    if not tensors:  # an empty list: nearly always
+        return 0.0, 1.0
+    crc, adler = 0, 1
+    for tensor in tensors:
+        for part in _parts(tensor.detach()):
+            if part.numel():
+                data: Any = bytes_of(part.cpu().contiguous()).numpy()
+                crc, adler = zlib.crc32(data, crc), zlib.adler32(data, adler)
+    return float(crc), float(adler)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.is_quantized:
+        return tensor.int_repr(), tensor.dequantize()
+    return (tensor.resolve_conj().resolve_neg(),) if tensor.layout == torch.strided else (tensor.to_dense(),)
+
+
+def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()) -> list[list[float]]:
+    """Meet the other ranks in ``call``; the numbers each brought (at most 11), by rank.
+
+    ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
+    `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
+    """
+    call = _within.get() + call
+    headers = communicator.all_gather_numbers(header(AGREEMENT, call, numbers), call)
+    return _checked(communicator, call, headers, len(numbers))
+
+
+def agree_and_sum(
+    communicator: SumsInPlace, call: str, numbers: tuple[float, ...], tensors: Sequence[torch.Tensor]
+) -> tuple[list[list[float]], Callable[[float], None] | None]:
+    """The same, and in the same meeting the better part of a sum; see `SumsInPlace.all_gather_numbers_and_sum`."""
+    call = _within.get() + call
+    headers, add_up = communicator.all_gather_numbers_and_sum(header(AGREEMENT, call, numbers), tensors, call)
+    return _checked(communicator, call, headers, len(numbers)), add_up
+
+
+def _checked(communicator: Communicator, call: str, headers: list[list[float]], count: int) -> list[list[float]]:
+    first = headers[0]
+    if headers.count(first) == len(headers):  # nearly always
+        return [first[1 : count + 1]] * len(headers)
+    own = headers[communicator.rank][0]
+    if [other[0] for other in headers].count(own) != len(headers):
+        is_over = not all(is_of(AGREEMENT, other) for other in headers)  # those in other calls cannot go on
+        raise ReplicaDivergenceError(communicator.calls_differ(call, is_over=is_over))
+    return numbers_in(headers, count)
+
+
+def all_equal(rows: list[list[float]]) -> bool:
+    """Whether all ranks brought the same numbers to `agree`."""
+    return rows.count(rows[0]) == len(rows)

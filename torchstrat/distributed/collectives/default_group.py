@@ -1,0 +1,168 @@
+"""torch.distributed's default process group: found and left alone, or made, shared, and destroyed by its last user."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
+from torchstrat.core.waiting import wait_for_listener
+from torchstrat.distributed.cluster import ProcessPlan, torchrun_address
+from torchstrat.distributed.collectives.failures import StoreVisits
+from torchstrat.distributed.collectives.fresh_store import fresh_store
+from torchstrat.distributed.collectives.peers import Peers
+from torchstrat.distributed.collectives.standstill import Standstill
+
+_LONGER = "Processes that start later than that need a longer timeout=."
+
+_stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
+_numbers = itertools.count()  # of groups made there: the keys of an earlier one are still in the store
+_joined = itertools.count()  # of the user's groups that strategies worked on: in a store of his own
+_found: DefaultGroup | None = None  # the latest one that the user made
+_made: DefaultGroup | None = None  # the latest one that torchstrat made; torch.distributed has one at a time
+
+
+class DefaultGroup:
+    """The default group while strategies work on it.
+
+    ``store``: where its processes met. ``name``: where they talk about it there; the same in all of them.
+    """
+
+    def __init__(self, store: Any, name: str, *, is_ours: bool, excepthook_before: Any = None) -> None:
+        self.store = store
+        self._name, self._families = name, itertools.count()
+        self._excepthooks = excepthook_before, sys.excepthook
+        self._is_ours = is_ours
+        self._group = dist.group.WORLD
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.peers: Peers | None = None
+        self.visits = StoreVisits(store)
+        self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{name}")
+
+    @staticmethod
+    def join(
+        user: Any, plan: ProcessPlan, backend: str, timeout: timedelta, *, is_passing: bool = False
+    ) -> DefaultGroup:
+        """The group there is, or a new one, with ``user`` among its users, unless it ``is_passing``."""
+        global _made, _found
+        if not dist.is_initialized():
+            group = _made = _make(plan, backend, timeout)
+        elif _made is not None and _made.is_alive:
+            group = _made  # another strategy, still open, has made it
+        else:
+            group = _found = _of_user(plan)
+        if not is_passing:
+            group._users.add(user)
+        return group
+
+    def new_prefix(self) -> str:
+        """For what one family of communicators says in the store, beside the keys that torch has for the group."""
+        return f"torchstrat/family/{self._name}/{next(self._families)}"
+
+    @property
+    def is_alive(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self._group
+
+    def leave(self, user: Any) -> None:
+        """Destroy the group if torchstrat made it and no other open strategy works on it."""
+        if user not in self._users:
+            return
+        self._users.discard(user)
+        if not self._is_ours or not self.is_alive:
+            return
+        if self._users:
+            gc.collect()  # strategies refer to themselves: one that was dropped may still seem to be there
+        if not self._users:
+            dist.destroy_process_group()
+            before, its = self._excepthooks
+            if before is not None and sys.excepthook is its:
+                sys.excepthook = before  # torch hangs another one on it for each group, and takes none away
+
+
+def _make(plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
+    store, name = _meet(plan, timeout), f"default/{next(_numbers)}"
+    excepthook = sys.excepthook
+    try:
+        dist.init_process_group(
+            backend,
+            # On a connection of its own. A start that is given up keeps it to itself, and the next group needs one.
+            store=dist.PrefixStore(f"torchstrat/{name}", store.clone()),
+            rank=plan.rank,
+            world_size=plan.size,
+            timeout=timeout,
+        )
+    except Exception as error:
+        raise CommunicationTimeoutError(
+            f"{plan.name} waited {timeout.total_seconds():g} s for all {plan.size} processes to start: {error}"
+        ) from error
+    return DefaultGroup(store, name, is_ours=True, excepthook_before=excepthook)
+
+
+def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
+    """The store at the meeting point."""
+    assert plan.init_method is not None
+    place = torchrun_address() if plan.init_method == "env://" else plan.init_method
+    joining = plan.joining_timeout(timeout)
+    if place not in _stores or not answers(_stores[place]):
+        try:
+            if plan.rank > 0 and plan.init_method != "env://":
+                # torch's own wait takes up to twice as long, prints stacks, and lets no Ctrl-C through
+                wait_for_listener(place.removeprefix("tcp://"), joining.total_seconds())
+            store, _, _ = next(dist.rendezvous(plan.init_method, plan.rank, plan.size, timeout=joining))
+            store.set_timeout(timeout)
+        except Exception as error:
+            raise CommunicationError(
+                f"{plan.name} could not reach the meeting point {place}, where rank 0 listens, within "
+                f"{joining.total_seconds():g} s: {error}. {_LONGER}"
+            ) from error
+        try:
+            _stores[place] = fresh_store(store, plan.rank, plan.size, "process group", joining)
+        except CommunicationTimeoutError as error:
+            raise CommunicationTimeoutError(f"{error} {_LONGER}") from error
+    return _stores[place]
+
+
+def forget_meeting_points() -> None:
+    """What this process was part of is over: its next job meets elsewhere. Their stores have a connection each."""
+    global _made, _found
+    _stores.clear()
+    _made = _found = None
+
+
+def answers(store: Any) -> bool:
+    """Whether whoever hosts ``store`` is still there; a later job may have been given the same port."""
+    try:
+        store.check(["anything"])
+    except Exception:  # torch raises several classes here, RuntimeError and DistNetworkError among them
+        return False
+    return True
+
+
+def _of_user(plan: ProcessPlan) -> DefaultGroup:
+    store = _store_of_users_group(plan)
+    if _found is not None and _found.is_alive:
+        return _found
+    return DefaultGroup(store, f"joined/{next(_joined)}", is_ours=False)
+
+
+def _store_of_users_group(plan: ProcessPlan) -> Any:
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (plan.rank, plan.size):
+        raise UnsupportedError(
+            f"torch.distributed is initialised as rank {found[0]} of {found[1]}; the launcher says {plan.name}. "
+            "Initialise it with the launcher's numbers, or leave that to the strategy."
+        )
+    try:
+        return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    except AttributeError as error:
+        raise CommunicationError(
+            f"torch {torch.__version__} has no distributed_c10d._get_default_store, which torchstrat needs to reuse an "
+            "initialised process group. Let the strategy make the group, or report the version."
+        ) from error

@@ -1,0 +1,156 @@
+"""Memory that all ranks see once and that each may write to without the others' seeing it.
+
+Every rank maps one segment twice. What it *writes* through the first mapping, all see. The second one, which it is
+*shown*, is private: it shows what is in the segment until this rank writes to it, and from then on a copy of the page
+that was written to. So a program may do what it likes with the tensors it is shown, and what it did can be told
+(`edits`), made everyone's (`publish`) or undone (`forget`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchstrat.distributed.collectives.shared_memory.own_pages import PAGE_BYTES, OwnPages
+from torchstrat.distributed.collectives.shared_memory.segment import Segment
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+_ALIGNMENT_BYTES = 64
+
+Ranges = list[tuple[int, int]]
+
+
+class Kind(NamedTuple):
+    """What a tensor is like whose elements have a place each, without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Two views of one tensor. ``written``: what is written there all ranks see; ``shown``: this rank's own view."""
+
+    memory: CommonMemory
+    written: torch.Tensor
+    shown: torch.Tensor
+
+
+class CommonMemory:
+    """One rank's two mappings of a segment that all ranks have. Raises `OSError` if the second cannot be had."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self.size = segment.size
+        self._shown = mmap.mmap(
+            segment.descriptor, segment.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+        with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
+            self._shown.madvise(_MADV_POPULATE_READ)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._shown))
+        self._own_pages = OwnPages(self._address, self.size)
+        segment.close()
+
+    @property
+    def address(self) -> int:
+        """Of what is written, which all see."""
+        return self._segment.address
+
+    def places(self, kinds: Sequence[Kind]) -> list[Place]:
+        """A place for each, in the order given, from the beginning on; `size_of` them must have room."""
+        places, offset = [], 0
+        for kind in kinds:
+            views = (_view(mapping, kind, offset) for mapping in (self._segment.mapping, self._shown))
+            places.append(Place(self, *views))
+            offset += _rounded(kind.bytes)
+        return places
+
+    def edits(self) -> Ranges:
+        """What this rank has written to the tensors that it is shown: byte ranges of whole pages."""
+        return self._own_pages.ranges()
+
+    def publish(self, ranges: Ranges) -> None:
+        """Write what this rank is shown there for all to see. No other may read or write meanwhile."""
+        for start, stop in ranges:
+            count = min(stop, self.size) - start
+            target, source = (
+                torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=start)
+                for mapping in (self._segment.mapping, self._shown)
+            )
+            target.copy_(source)
+
+    def forget(self, ranges: Ranges) -> None:
+        """From now on this rank is shown there what all see."""
+        for start, stop in ranges:
+            self._shown.madvise(mmap.MADV_DONTNEED, start, min(stop, self.size) - start)
+
+
+def size_of(kinds: Sequence[Kind]) -> int:
+    """Bytes for a place for each of ``kinds``."""
+    return -(-sum(_rounded(kind.bytes) for kind in kinds) // PAGE_BYTES) * PAGE_BYTES
+
+
+def kind_of(tensor: torch.Tensor) -> Kind | None:
+    """None for tensors that have no place for every element, or whose elements are not numbers in this memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_inference():
+        return None
+    if tensor.is_conj() or tensor.is_neg() or not _is_without_gaps(tensor):
+        return None
+    return Kind(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def why_not() -> str | None:
+    """What this machine lacks to show each process memory of its own over common one; None if nothing.
+
+    Tried out rather than looked up: whether pages are copied at a write, told apart and given back depends on the
+    kernel, on what a sandbox puts in its place, and on whether the process locks its memory.
+    """
+    try:
+        memory = CommonMemory(Segment.allocate(2 * PAGE_BYTES))
+        [place] = memory.places([Kind((2 * PAGE_BYTES,), (1,), torch.uint8)])
+        place.written[0] = 1
+        if int(place.shown[0]) != 1 or memory.edits():
+            return "private mappings do not show what others write"
+        place.shown[PAGE_BYTES] = 2
+        if memory.edits() != [(PAGE_BYTES, 2 * PAGE_BYTES)] or int(place.written[PAGE_BYTES]) != 0:
+            return "the kernel does not tell which pages of a private mapping were written to"
+        memory.forget(memory.edits())
+        if int(place.shown[PAGE_BYTES]) != 0 or memory.edits():
+            return "pages of a private mapping cannot be given back"
+    except OSError as error:
+        return f"private mappings of common memory cannot be had: {error}"
+    return None
+
+
+def _view(mapping: mmap.mmap, kind: Kind, offset: int) -> torch.Tensor:
+    if not kind.bytes:
+        return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
+    # Each its own storage: a saved tensor must not take the whole segment along.
+    flat = torch.frombuffer(mapping, dtype=torch.uint8, count=kind.bytes, offset=offset).view(kind.dtype)
+    return flat.as_strided(kind.shape, kind.stride)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _is_without_gaps(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,6 +1,0 @@
-"""What a program takes under each strategy, in memory and in traffic, before anything is allocated: `ts.estimate`."""
-
-from torchstrat.estimates.estimate import estimate
-from torchstrat.estimates.rows import Estimate, Row
-
-__all__ = ["Estimate", "Row", "estimate"]

@@ -1,0 +1,152 @@
+"""The logical devices of this process's replica: where this process is among them, and what they do together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from torchstrat.distributed.collectives.communicator import Communicator
+from torchstrat.sharding.dtensor.axes import Cut, LogicalAxes
+from torchstrat.sharding.dtensor.traffic import Traffic
+from torchstrat.sharding.grid import REPLICA_AXIS
+
+CALL = "a sum or an exchange of pieces between the logical devices of a replica"
+_calls: dict[str, str] = {"": CALL}
+
+
+class LogicalDevices:
+    """All logical devices of a replica call the collectives in the same order, with pieces of equal shapes.
+
+    Args:
+        mesh: the job's, with the axes ``replica`` and those of ``axes``.
+        own: which logical device this process is.
+        groups: non-empty set of axes → those of the replica's processes that differ from this one along these axes
+            only, in the order of `LogicalAxes.peers`.
+        device: where pieces are.
+    """
+
+    def __init__(
+        self,
+        axes: LogicalAxes,
+        mesh: DeviceMesh,
+        own: int,
+        groups: dict[tuple[int, ...], Communicator],
+        device: torch.device,
+    ) -> None:
+        self.axes, self.job_mesh, self.own, self.device = axes, mesh, own, device
+        self.mesh = mesh[axes.names]
+        self._groups = groups
+        self.traffic = Traffic()
+        self.doing = ""
+        """The operator that a step is in, or the call for which a value is put together; going backward, none."""
+
+    @property
+    def everyone(self) -> Communicator:
+        """All logical devices of the replica."""
+        return self._groups[tuple(range(self.axes.count))]
+
+    def placements(self, cut: Cut) -> tuple[Placement, ...]:
+        return tuple(Replicate() if dim is None else Shard(dim) for dim in cut)
+
+    # -- pieces -----------------------------------------------------------------------------------------------------
+
+    def own_part(self, whole: torch.Tensor, axes: Sequence[int], dim: int) -> torch.Tensor:
+        """The part of ``whole`` that is this process's when dimension ``dim`` is cut along ``axes``; a view."""
+        size, rest = divmod(whole.shape[dim], self.axes.size_of(axes))
+        assert not rest, (tuple(whole.shape), dim, axes)
+        return whole.narrow(dim, self.axes.index_along(self.own, axes) * size, size)
+
+    def own_piece(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """A view."""
+        for dim in range(whole.ndim):
+            axes = self.axes.axes_of(cut, dim)
+            if axes:
+                whole = self.own_part(whole, axes, dim)
+        return whole
+
+    def whole(self, piece: torch.Tensor, cut: Cut, call: str) -> torch.Tensor:
+        """The tensor that ``piece`` is this process's piece of. No graph. ``call``: what it is for."""
+        before, self.doing = self.doing, call
+        try:
+            for dim in range(piece.ndim):
+                axes = self.axes.axes_of(cut, dim)
+                if axes:
+                    piece = self.gathered(piece, axes, dim)
+        finally:
+            self.doing = before
+        return piece
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    @property
+    def _call(self) -> str:
+        """By what name a process meets the others: one that has called another operator is found by it."""
+        call = _calls.get(self.doing)
+        if call is None:
+            call = _calls[self.doing] = f"{self.doing} on a tensor that is cut over logical devices ({CALL})"
+        return call
+
+    def summed(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """The sum over the processes along ``axes``, as a new tensor; all of them get the same bits."""
+        group = self._groups[tuple(axes)]
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total, self._call).wait()
+        self.traffic.add("sums", 2 * total.nbytes * (group.size - 1) // group.size)
+        return total
+
+    def largest(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """The same for the elementwise maximum."""
+        return torch.stack(self._exchanged(tensor, axes, "maxima")).amax(0)
+
+    def gathered(self, piece: torch.Tensor, axes: Sequence[int], dim: int) -> torch.Tensor:
+        """The pieces along ``axes``, one after the other in dimension ``dim``."""
+        return torch.cat(self._exchanged(piece, axes, "pieces"), dim)
+
+    def _exchanged(self, tensor: torch.Tensor, axes: Sequence[int], kind: str) -> list[torch.Tensor]:
+        group = self._groups[tuple(axes)]
+        received = group.all_gather(tensor.detach().contiguous(), self._call)
+        self.traffic.add(kind, tensor.nbytes * (group.size - 1))
+        return received
+
+    def edges(
+        self, to_previous: torch.Tensor, to_next: torch.Tensor, axes: Sequence[int]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Give each neighbour along ``axes`` a tensor. What the previous and the next have given; None at the ends."""
+        group = self._groups[tuple(axes)]
+        index = group.rank
+        flat = torch.cat([to_previous.detach().reshape(-1), to_next.detach().reshape(-1)])
+        received = group.all_gather(flat, self._call)
+        self.traffic.add("edges", flat.nbytes * (group.size - 1))
+        sizes = [to_previous.numel(), to_next.numel()]
+        previous = received[index - 1].split(sizes)[1].view(to_next.shape) if index > 0 else None
+        last = index == group.size - 1
+        following = None if last else received[index + 1].split(sizes)[0].view(to_previous.shape)
+        return previous, following
+
+
+def make_mesh(axes: LogicalAxes, replicas: int, device: str) -> DeviceMesh:
+    """The job's, ``(replica, *axes)``. Every process calls it: it makes process groups."""
+    shape = (replicas, *axes.sizes)
+    ranks = torch.arange(replicas * axes.num_logical_devices, device="cpu").reshape(shape)
+    return DeviceMesh(device.partition(":")[0], ranks, mesh_dim_names=(REPLICA_AXIS, *axes.names))
+
+
+def make_groups(
+    axes: LogicalAxes, replicas: int, rank: int, make: Callable[[tuple[int, ...]], Communicator]
+) -> dict[tuple[int, ...], Communicator]:
+    """The groups of `LogicalDevices`, by ``make(ranks)``, which every process calls for the groups of all of them."""
+    logical = axes.num_logical_devices
+    own_replica, own = divmod(rank, logical)
+    found: dict[tuple[int, ...], Communicator] = {}
+    for count in range(1, axes.count + 1):
+        for chosen in itertools.combinations(range(axes.count), count):
+            for replica in range(replicas):
+                for peers in dict.fromkeys(axes.peers(device, chosen) for device in range(logical)):
+                    group = make(tuple(replica * logical + device for device in peers))
+                    if replica == own_replica and own in peers:
+                        found[chosen] = group
+    return found

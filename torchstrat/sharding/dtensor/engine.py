@@ -1,0 +1,302 @@
+"""Replicas of several processes each: the replica axis as everywhere, and the logical devices of a replica across it.
+
+Along the replica axis nothing is new: `PerProcessReplica` runs this process's part of the replica, and combines
+gradients, buffers and results with the same logical device of the other replicas. This adds what happens within a
+replica: equal variables and equal input on all logical devices, and pieces of what is cut.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchstrat.core import context, nest
+from torchstrat.core.errors import ContextError, ReplicaDivergenceError
+from torchstrat.core.memory import Copies
+from torchstrat.core.randomness import state_of
+from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.values import PerReplica
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.data.layout import InputLayout
+from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal, code, fingerprint
+from torchstrat.distributed.collectives.communicator import Communicator
+from torchstrat.replicas.engine import ReplicaStates, adoption_warning
+from torchstrat.replicas.per_process.engine import PerProcessReplica
+from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
+from torchstrat.sharding.dtensor.cut_tensor import CutTensor
+from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.moves import recut, whole
+from torchstrat.sharding.dtensor.operators import with_stand_ins
+from torchstrat.sharding.dtensor.parameters import CutVariables
+from torchstrat.sharding.dtensor.replica_axis import FirstOfReplica
+from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
+from torchstrat.sharding.dtensor.traffic import Traffic
+from torchstrat.sharding.dtensor.whole_states import hook_modules, hook_optimizer
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.logical_devices import Assignments
+from torchstrat.sharding.rules import ShardingRules
+
+RUN = "run (all logical devices of a replica get the same input)"
+_LOOKED_AT_BYTES = 1 << 14
+
+
+class LogicalReplicas:
+    """This process's part of one replica.
+
+    Args:
+        everyone: all processes of the job, ``replica * L + logical device``.
+        column: those that are the same logical device of the other replicas.
+        devices: those of this replica.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        everyone: Communicator,
+        column: Communicator,
+        devices: LogicalDevices,
+        device: str,
+        gradient_op: ReduceOp,
+        rules: ShardingRules | None,
+        *,
+        communication: str,
+    ) -> None:
+        self._strategy, self._everyone, self.devices = strategy, everyone, devices
+        self._is_closed = False
+        self._names = [str(name) for name in everyone.all_gather_object(device, "the names of devices")]
+        self._inner = PerProcessReplica(
+            strategy,
+            column,
+            device,
+            gradient_op,
+            central=False,
+            communication=communication,
+            around_step=self._around_step,
+        )
+        self.registry: VariableRegistry = self._inner.registry
+        self.gradient_op = gradient_op
+        self.variables = CutVariables(self.registry, devices, None if rules is None else rules.sharding_for)
+        self._unchecked_rules = rules
+        self._surroundings = StepSurroundings(self.registry, self.variables)
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.assign = Assignments(
+            "all logical devices of a replica run the same program, and a tensor cannot be kept to one of them"
+        ).assign
+        self._drawn = 0.0  # tells where the replica's random numbers were when the last step ended
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        return self._inner.num_replicas
+
+    @property
+    def local_replicas(self) -> tuple[int, ...]:
+        return self._inner.local_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        return self._everyone.rank == 0
+
+    @property
+    def communication(self) -> str:
+        return self._inner.communication
+
+    @property
+    def everyone(self) -> Communicator | None:
+        return None if self._is_closed else self._everyone
+
+    @property
+    def layout(self) -> InputLayout:
+        agree(self._everyone, INPUT)
+        (replica,) = self.local_replicas
+        return InputLayout(
+            num_replicas=self.num_replicas,
+            local_replicas=self.local_replicas,
+            devices=(self.devices.device,),
+            num_workers=self.num_replicas,
+            worker_index=replica,
+            always_wrap=True,
+            communicator=FirstOfReplica(self._everyone.split(), self.devices.axes.num_logical_devices),
+        )
+
+    @property
+    def rounds(self) -> None:
+        return None
+
+    def device_of_replica(self, replica: int) -> str:
+        return self._inner.device_of_replica(replica)
+
+    @property
+    def replica_states(self) -> ReplicaStates:
+        return self._inner.replica_states
+
+    def copies(self) -> list[Copies]:
+        """Of what is not cut; what is cut takes less."""
+        return [copies for copies in self._inner.copies() for _ in range(self.devices.axes.num_logical_devices)]
+
+    # -- scope ------------------------------------------------------------------------------------------------------
+
+    def scope_opened(self) -> None:
+        self._inner.scope_opened()
+
+    def scope_closed(self, *, failed: bool = False) -> None:
+        if failed:
+            self._inner.scope_closed(failed=True)
+            return
+        self.variables.draw()
+        with self.variables.inside():
+            self._inner.scope_closed()
+        self._take()
+
+    def check_replicas(self, when: str) -> None:
+        self._inner.check_replicas(when)
+
+    def set_no_sync(self, active: bool) -> None:
+        self._inner.set_no_sync(active)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._inner.close()
+
+    def _take(self) -> None:
+        self.variables.take()
+        hook_modules(self.registry.modules(), self.variables, self._hooked)
+        for optimizer in self.registry.optimizers():
+            if optimizer not in self._hooked and self.variables.cut_in(optimizer):
+                self._hooked.add(optimizer)
+                hook_optimizer(optimizer, self.variables)
+                step_pieces(optimizer, self.variables)
+
+    # -- run --------------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        leaves = nest.flatten((args, kwargs)) if args or kwargs else []
+        adopted = self.registry.adopt(fn, leaves)
+        if adopted:
+            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
+        self._take()
+        if self._unchecked_rules is not None:
+            self._unchecked_rules.require_all_used()
+            self._unchecked_rules = None
+        self._surroundings.check_optimizers()
+        self._require_alike(leaves)
+        with self.variables.inside():
+            result = self._inner.run(fn, args, kwargs)
+        return nest.map_structure(_put_together, result)
+
+    def _require_alike(self, leaves: Sequence[Any]) -> None:
+        """A batch, or a random number, that differs between logical devices would make every sum over them wrong, and
+        nothing would tell. Looked at is the beginning of each tensor: other rows differ there too."""
+        own = [value for leaf in leaves for value in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
+        tensors = [torch.as_tensor(one) for one in own if isinstance(one, torch.Tensor | np.ndarray | np.generic)]
+        heads = [one.detach().reshape(-1)[: _LOOKED_AT_BYTES // one.element_size()] for one in tensors]
+        shapes = code(repr([tuple(one.shape) for one in tensors]))
+        seed = code(str(torch.initial_seed()))
+        rows = agree(self.devices.everyone, RUN, (seed, self._drawn, shapes, *fingerprint(heads)))
+        if not all_equal([row[1:2] for row in rows]):
+            raise ReplicaDivergenceError(
+                "the logical devices of this replica have drawn different random numbers in the last run; all "
+                "processes of a replica have to run the same program, and to draw as often."
+            )
+        if not all_equal([row[2:] for row in rows]):
+            raise ReplicaDivergenceError(
+                "run got other arguments on other logical devices of this replica; all processes of a replica have to "
+                "pass equal ones. strategy.distribute_dataset gives them equal batches; what a program draws or reads "
+                "for itself it has to make equal."
+            )
+        if not all_equal([row[:1] for row in rows]):
+            # PyTorch seeds each process differently where the program does not.
+            state = self.devices.everyone.broadcast_object(state_of(), 0, RUN)
+            torch.set_rng_state(state)
+
+    @contextmanager
+    def _around_step(self) -> Iterator[None]:
+        with self._surroundings():
+            yield
+        self._drawn = fingerprint([state_of()])[0]
+
+    # -- annotations ------------------------------------------------------------------------------------------------
+
+    def cut(self, tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        """``tensor`` of this replica, cut over its logical devices, and its gradient with it. A variable outside of a
+        step is cut for good."""
+        in_step = context.get_replica_context() is not None and context.get_strategy() is self._strategy
+        if in_step:
+            return recut(with_stand_ins(tensor), self.devices, self.devices.axes.cut_of(sharding))
+        if not self.variables.is_variable(tensor):
+            raise ContextError(
+                f"a tensor of shape {tuple(tensor.shape)} was to be cut over logical devices outside of run, where "
+                "only parameters of the strategy can be; annotate it in the function that strategy.run calls."
+            )
+        self.variables.plan(tensor, sharding)
+        return tensor
+
+    def entry_of(self, tensor: torch.Tensor) -> ShardedEntry:
+        """How a tensor is cut, for `explain_sharding`. What nobody cut is whole."""
+        shape = tuple(tensor.shape)
+        if isinstance(tensor, CutTensor):
+            return ShardedEntry(shape, self.devices.axes.sharding_of(tensor._cut, len(shape)), tensor.dtype)
+        if self.variables.is_variable(tensor):
+            entry = self.variables.find(tensor)
+            return ShardedEntry(shape if entry is None else entry.shape, self.variables.planned(tensor), tensor.dtype)
+        return ShardedEntry(shape, Sharding.replicated(len(shape), self.devices.axes.num_logical_devices), tensor.dtype)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.devices.traffic
+
+    def grid(self) -> tuple[DeviceGrid, list[str]]:
+        """The processes by their ranks, and what they are called."""
+        logical = self.devices.axes.num_logical_devices
+        rows = [tuple(range(first, first + logical)) for first in range(0, self._everyone.size, logical)]
+        return DeviceGrid(tuple(rows)), [f"rank {rank} ({name})" for rank, name in enumerate(self._names)]
+
+    # -- replica context, and cross-replica context -----------------------------------------------------------------
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        return self._inner.all_reduce(op, nest.map_structure(_whole, value))
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        return self._inner.all_gather(nest.map_structure(_whole, value), axis)
+
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole_args, whole_kwargs = nest.map_structure(_whole, list(args)), nest.map_structure(_whole, kwargs)
+        return self._inner.merge_call(fn, tuple(whole_args), whole_kwargs)
+
+    def set_weight(self, weight: float) -> None:
+        self._inner.set_weight(weight)
+
+    def relative_weight(self) -> float:
+        return self._inner.relative_weight()
+
+    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+        return self._inner.reduce(op, value, axis)
+
+    def weighted_mean(self, value: Any) -> Any:
+        return self._inner.weighted_mean(value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        return self._inner.gather(value, axis)
+
+
+def _whole(leaf: Any) -> Any:
+    """What the other replicas see of something in a step."""
+    return whole(with_stand_ins(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _put_together(leaf: Any) -> Any:
+    """What a step returns is whole."""
+    if not isinstance(leaf, PerReplica) or not any(isinstance(value, CutTensor) for value in leaf.values):
+        return leaf
+    return PerReplica(tuple(map(whole, leaf.values)), replica_ids=leaf.replica_ids, weights=leaf.weights)

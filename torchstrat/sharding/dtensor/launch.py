@@ -1,0 +1,135 @@
+"""From a plan of processes to replicas of several of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torchstrat.core.devices import torch_device
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.distributed.cluster import ProcessPlan
+from torchstrat.distributed.collectives.choose import choose_communicator
+from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.distributed.collectives.process_group import abandon
+from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError
+from torchstrat.distributed.collectives.shm import SharedMemoryCommunicator
+from torchstrat.sharding.dtensor.alone import Alone
+from torchstrat.sharding.dtensor.axes import LogicalAxes
+from torchstrat.sharding.dtensor.devices import LogicalDevices, make_groups, make_mesh
+from torchstrat.sharding.dtensor.engine import LogicalReplicas
+from torchstrat.sharding.dtensor.replica_axis import OwnColumn, OwnColumnInPlace
+from torchstrat.sharding.rules import ShardingRules
+
+
+def replicas_of_processes(
+    strategy: Any,
+    plan: ProcessPlan,
+    device: str,
+    op: ReduceOp,
+    timeout: timedelta,
+    *,
+    collectives: str,
+    mesh_shape: Sequence[int],
+    rules: ShardingRules | None,
+) -> LogicalReplicas:
+    """Every process of the job calls it; ``plan.size`` is a multiple of the logical devices."""
+    axes = LogicalAxes(mesh_shape)
+    logical = axes.num_logical_devices
+    replicas, own = plan.size // logical, plan.rank % logical
+    everyone, why = choose_communicator(plan, device, timeout, collectives)
+    groups = _Groups(everyone)
+    try:
+        columns = [groups.of(tuple(range(start, plan.size, logical))) for start in range(logical)]
+        within = make_groups(axes, replicas, plan.rank, groups.of)
+        mesh = make_mesh(axes, replicas, device)
+        column = groups.fastest(columns[own])
+        of_column = OwnColumnInPlace if isinstance(column, SumsInPlace) else OwnColumn
+        devices = LogicalDevices(
+            axes,
+            mesh,
+            own,
+            {chosen: groups.fastest(group) for chosen, group in within.items()},
+            torch_device(device),
+        )
+        made = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+
+        return LogicalReplicas(
+            strategy,
+            everyone,
+            of_column(column, _Closing(everyone, groups, made), logical),
+            devices,
+            device,
+            op,
+            rules,
+            communication=f"{why}; {logical} logical devices in each replica",
+        )
+    except BaseException:
+        groups.close()
+        everyone.close()
+        raise
+
+
+class _Groups:
+    """The parts of a job that talk among themselves, each made once."""
+
+    def __init__(self, everyone: Communicator) -> None:
+        self._everyone = everyone
+        self._quick: list[SharedMemoryCommunicator] = []
+        self._fastest: dict[tuple[int, ...], Communicator] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> Communicator:
+        """Every process of the job calls it."""
+        if len(ranks) == 1:
+            return Alone(ranks[0], self._everyone.timeout)
+        return self._everyone.subgroup(ranks)
+
+    def fastest(self, group: Communicator) -> Communicator:
+        """In shared memory, where the job is. The group's own processes call it."""
+        if isinstance(group, Alone) or not isinstance(self._everyone, SharedMemoryCommunicator):
+            return group
+        if group.ranks not in self._fastest:
+            try:
+                quick = SharedMemoryCommunicator(_Borrowed(group))  # type: ignore[arg-type]
+            except NotNeighboursError:
+                return group
+            self._quick.append(quick)
+            self._fastest[group.ranks] = quick
+        return self._fastest[group.ranks]
+
+    def close(self) -> None:
+        while self._quick:
+            self._quick.pop().close()
+
+
+class _Borrowed:
+    """A group that outlives who uses it."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def close(self) -> None: ...
+
+
+class _Closing:
+    """All processes of the job; closing them closes what was made of them."""
+
+    def __init__(self, everyone: Communicator, groups: _Groups, made: list[Any]) -> None:
+        """``made``: groups of torch's own."""
+        self._everyone, self._groups = everyone, groups
+        self._abandon = weakref.finalize(self, abandon, made)
+        self._abandon.atexit = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._everyone, name)
+
+    def close(self) -> None:
+        self._groups.close()
+        self._abandon()
+        self._everyone.close()

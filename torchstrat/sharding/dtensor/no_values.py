@@ -1,0 +1,188 @@
+"""What a variable that is cut is outside of `run`: a tensor that has a shape and no values, and says so.
+
+Whatever is not known to need none raises `ContextError`: reading and writing, by whatever way. PyTorch does not: its
+tensors on ``meta`` take every write without a word, some functions of ``torch.nn.init`` return at once for them, and on
+the CPU a linear layer of a tensor with weights on ``meta`` returns a tensor with whatever was in memory. So these
+tensors tell of the device where the pieces are, and nothing else of what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstrat.core import hook_registrations
+from torchstrat.core.errors import ContextError
+from torchstrat.core.operands import tensors_in
+from torchstrat.core.piece_kinds import piece_of
+from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses
+from torchstrat.sharding.dtensor.metadata import METADATA, getters
+
+NOTE = "_without_values"
+"""The attribute of such a tensor that has what is known of it."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """``what``: what it is, for errors. ``device``: where the pieces are. ``zero``: sets the pieces to 0. ``copy``: a
+    tensor like it, whose pieces are copies."""
+
+    what: str
+    device: torch.device
+    zero: Callable[[], None] | None = None
+    copy: Callable[[], torch.Tensor] | None = None
+
+
+def without_values(tensor: torch.Tensor, note: Note) -> torch.Tensor:
+    """``tensor``, on meta and made by `piece_of`, as one that raises `ContextError` where values are needed."""
+    tensor.__class__ = _class_of(type(tensor))
+    vars(tensor)[NOTE] = note
+    return tensor
+
+
+_DEVICES: dict[Any, Callable[[torch.device], Any]] = {
+    **dict.fromkeys(getters("device"), lambda device: device),
+    **dict.fromkeys(getters("is_meta"), lambda device: False),
+    **dict.fromkeys(getters("is_cpu"), lambda device: device.type == "cpu"),
+    **dict.fromkeys(getters("is_cuda"), lambda device: device.type == "cuda"),
+    torch.Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index,
+}
+_grad: Any = torch.Tensor.grad
+_data: Any = torch.Tensor.data
+_requires_grad: Any = torch.Tensor.requires_grad
+_hooks: Any = torch.Tensor._backward_hooks
+_ALIASES = {torch.Tensor.detach, torch.detach, _data.__get__}
+"""What returns the same values under another name: there are none under that, too."""
+_NEEDS_NO_VALUES = METADATA | {
+    *getters("grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "retains_grad", "name", "output_nr"),
+    _grad.__set__,
+    _requires_grad.__set__,
+    _hooks.__set__,
+    torch.Tensor.requires_grad_,
+    hook_registrations.register_post_accumulate_grad_hook,
+    hook_registrations.told_post_accumulate_grad_hook,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.__hash__,
+    torch.Tensor.stride,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.storage_offset,
+    torch.Tensor.is_shared,
+    torch.Tensor.is_same_size,
+}
+
+
+_CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+_MAY_CHANGE_NOTHING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.copy_, _data.__set__, *_CASTS}
+
+
+@functools.cache
+def _class_of(kind: type) -> type:
+    if kind.__dict__.get("_has_no_values", False):
+        return kind
+
+    def torch_function(
+        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with WithoutSubclasses():
+            return _asked(func, args, kwargs or {})
+
+    members = {
+        "__module__": kind.__module__,
+        "__torch_function__": classmethod(torch_function),
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce_ex,
+        "set_": _set,
+        "_has_no_values": True,
+    }
+    made: type = type(kind)(kind.__name__, (kind,), members)
+    return made
+
+
+def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    first = args[0] if args else None
+    note: Note | None = vars(first).get(NOTE) if isinstance(first, torch.Tensor) else None
+    if note is not None and first is not None:
+        if func in _DEVICES:
+            return _DEVICES[func](note.device)
+        if func in _NEEDS_NO_VALUES:
+            return func(*args, **kwargs)
+        if func in _ALIASES:
+            return without_values(piece_of(torch.Tensor, func(*args, **kwargs), requires_grad=False), note)
+        if func in _MAY_CHANGE_NOTHING and _changes_nothing(func, first, args, kwargs):
+            return first
+        if func is torch.Tensor.zero_ and note.zero is not None:
+            note.zero()
+            return first
+    if func is torch._foreach_zero_ and all(NOTE in vars(one) for one in tensors_in(args)):
+        for one in tensors_in(args):
+            _asked(torch.Tensor.zero_, (one,), {})
+        return None
+    known = [vars(one)[NOTE] for one in tensors_in((args, kwargs)) if NOTE in vars(one)]
+    raise _refused(getattr(func, "__name__", str(func)), known[0].what if known else "a variable")
+
+
+def _changes_nothing(func: Any, first: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it makes the tensor what it is, moves it to where it is, or writes its own values to it."""
+    if func in _CASTS:
+        return first.dtype == _CASTS[func]
+    if func is torch.Tensor.cpu:
+        return _changes_nothing(torch.Tensor.to, first, (first, "cpu"), {})
+    if func is not torch.Tensor.to:
+        other = args[1] if len(args) > 1 else None
+        return isinstance(other, torch.Tensor) and vars(other).get(NOTE) is vars(first)[NOTE]
+    note: Note = vars(first)[NOTE]
+    given = [*args[1:], *(value for name, value in kwargs.items() if name in ("device", "dtype"))]
+    if kwargs.get("copy") or True in given[2:]:
+        return False
+    for one in given:
+        if isinstance(one, torch.dtype):
+            if one != first.dtype:
+                return False
+        elif isinstance(one, str | torch.device | int) and not isinstance(one, bool):
+            device = torch.device(one)
+            if device.type != note.device.type or device.index not in (None, note.device.index, 0):
+                return False
+        elif isinstance(one, torch.Tensor):
+            return False
+    return True
+
+
+def _refused(name: str, what: str) -> ContextError:
+    return ContextError(
+        f"{name} was called outside of run with {what} that is cut over logical devices, where no process has its "
+        "values. Call it in the function that strategy.run calls, where it is whole to the program; use what "
+        "state_dict() returns to read values outside, and load_state_dict() or Checkpoint.restore to give others."
+    )
+
+
+def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(self) in memo:
+        found: torch.Tensor = memo[id(self)]
+        return found
+    note: Note = vars(self)[NOTE]
+    if note.copy is None:
+        raise _refused("copy.deepcopy", note.what)
+    memo[id(self)] = made = note.copy()
+    return made
+
+
+def _set(self: torch.Tensor, *_: Any) -> Any:
+    """Which PyTorch does not report."""
+    raise _refused("set_", vars(self)[NOTE].what)
+
+
+def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+    raise ContextError(
+        f"{vars(self)[NOTE].what} that is cut over logical devices cannot be pickled, nor can a model that has one: "
+        "its values are in pieces. Save model.state_dict(), which every logical device calls, or use Checkpoint.save."
+    )

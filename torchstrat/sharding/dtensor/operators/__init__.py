@@ -1,0 +1,37 @@
+"""The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written."""
+
+from torchstrat.sharding.dtensor.operators import (
+    attention,
+    contraction,
+    convolution,
+    dropout,
+    elementwise,
+    embedding,
+    gradients,
+    in_place,
+    losses,
+    normalization,
+    reductions,
+    shapes,
+    softmax,
+)
+from torchstrat.sharding.dtensor.operators.rules import apply, operators, with_stand_ins
+
+__all__ = [
+    "apply",
+    "attention",
+    "contraction",
+    "convolution",
+    "dropout",
+    "elementwise",
+    "embedding",
+    "gradients",
+    "in_place",
+    "losses",
+    "normalization",
+    "operators",
+    "reductions",
+    "shapes",
+    "softmax",
+    "with_stand_ins",
+]

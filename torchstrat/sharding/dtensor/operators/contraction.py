@@ -1,0 +1,103 @@
+"""Sums of products: linear layers and matrix products.
+
+Each dimension of the operands and the result has a label, and each axis cuts one label, in every tensor that has it;
+one that the result lacks (the *inner* dimension) leaves parts to be added up. Where operands disagree about an axis,
+the smaller one is made whole along it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from torchstrat.sharding.dtensor.axes import Cut
+from torchstrat.sharding.dtensor.operators.rules import Call, rule, shape_of
+
+INNER = "inner"
+
+
+def agree_on_labels(
+    call: Call, operands: Sequence[torch.Tensor], labels: Sequence[Sequence[str | None]]
+) -> list[str | None]:
+    """For each axis the label that it cuts. ``labels``: of the operands' dimensions; None for one that is broadcast."""
+    by_size = sorted(range(len(operands)), key=lambda index: -math.prod(shape_of(operands[index])))
+    chosen: list[str | None] = []
+    for axis in range(call.devices.axes.count):
+        cuts = ((labels[index], call.cut(operands[index])[axis]) for index in by_size)
+        chosen.append(next((own[dim] for own, dim in cuts if dim is not None), None))
+    sizes = {
+        label: size
+        for own, operand in zip(labels, operands, strict=True)
+        for label, size in zip(own, shape_of(operand), strict=True)
+        if label is not None
+    }
+    return call.fitting(chosen, sizes)
+
+
+def cut_by_labels(chosen: Sequence[str | None], labels: Sequence[str | None]) -> Cut:
+    return tuple(labels.index(label) if label is not None and label in labels else None for label in chosen)
+
+
+def contract(
+    call: Call,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    labels: tuple[Sequence[str | None], Sequence[str | None]],
+    result: Sequence[str | None],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    chosen = agree_on_labels(call, (left, right), labels)
+    varying = [axis for axis, label in enumerate(chosen) if label is not None]
+    parts = [axis for axis in varying if chosen[axis] == INNER]
+    one = call.enter(left, cut_by_labels(chosen, labels[0]), varying)
+    other = call.enter(right, cut_by_labels(chosen, labels[1]), varying)
+    cut = cut_by_labels(chosen, result)
+    own_bias = None
+    if bias is not None:
+        of_bias = tuple(0 if label == result[-1] else None for label in chosen)
+        own_bias = call.enter(bias, of_bias, [axis for axis in varying if axis not in parts])
+    if call.function is functional.linear:
+        local = functional.linear(one, other, None if parts else own_bias)
+    else:
+        local = torch.matmul(one, other)
+    if parts:
+        local = call.added_up(local, parts)
+        if own_bias is not None:
+            local = local + own_bias.to(local.dtype)  # in autocast the product has another
+    return call.leave(local, cut)
+
+
+@rule("linear")
+def linear(call: Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rank = len(shape_of(input))
+    if len(shape_of(weight)) != 2:
+        raise call.refused("takes weights (outputs, inputs)")
+    if bias is not None and shape_of(bias) != shape_of(weight)[:1]:
+        raise call.refused("takes a bias (outputs)")
+    rows = [f"row {dim}" for dim in range(rank - 1)]
+    return contract(call, input, weight, ([*rows, INNER], ["out", INNER]), [*rows, "out"], bias)
+
+
+@rule("matmul", "mm", "bmm", "__matmul__")
+def matmul(call: Call, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    left, right = shape_of(input), shape_of(other)
+    batch = torch.broadcast_shapes(left[:-2], right[:-2])
+    names = [f"batch {dim}" for dim in range(len(batch))]
+
+    def of_batch(shape: torch.Size) -> list[str | None]:
+        own = shape[:-2]
+        offset = len(batch) - len(own)
+        return [names[offset + dim] if size == batch[offset + dim] else None for dim, size in enumerate(own)]
+
+    of_left = [*of_batch(left), *(["rows"] if len(left) > 1 else []), INNER]
+    of_right = [*of_batch(right), INNER, *(["columns"] if len(right) > 1 else [])]
+    result = [*names, *(["rows"] if len(left) > 1 else []), *(["columns"] if len(right) > 1 else [])]
+    return contract(call, input, other, (of_left, of_right), result)
+
+
+@rule("__rmatmul__")
+def reversed_matmul(call: Call, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return matmul(call, other, input)

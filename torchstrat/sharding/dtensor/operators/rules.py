@@ -1,0 +1,258 @@
+"""The table of operators that know what to do with a `CutTensor`, and what a rule of one works with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional
+
+from torchstrat.core._torch_private import is_inside_transform
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.operands import tensors_in
+from torchstrat.sharding.dtensor import moves
+from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
+from torchstrat.sharding.dtensor.axes import Cut, cut_axes
+from torchstrat.sharding.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
+from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.metadata import METADATA, getters
+from torchstrat.sharding.dtensor.operators.as_plain import AsPlain
+
+Rule = Callable[..., Any]
+
+_rules: dict[Any, Rule] = {}
+_names: dict[str, None] = {}
+
+AnyRule = TypeVar("AnyRule", bound=Rule)
+Label = TypeVar("Label", bound=Hashable)
+
+
+def functions_called(name: str) -> list[Any]:
+    """What PyTorch calls ``name``: ``torch.name``, the method of tensors, ``torch.nn.functional.name``."""
+    places = (torch, torch.Tensor, functional)
+    return [getattr(place, name) for place in places if callable(getattr(place, name, None))]
+
+
+def rule(*operators: Any) -> Callable[[AnyRule], AnyRule]:
+    """Register a rule for functions, or for all that PyTorch calls by a name. It is called as
+    ``rule(call, *args, **kwargs)``."""
+
+    def register(function: AnyRule) -> AnyRule:
+        for operator in operators:
+            _names[operator if isinstance(operator, str) else name_of(operator)] = None
+            found = functions_called(operator) if isinstance(operator, str) else [operator]
+            assert found, operator
+            for one in found:
+                _rules[one] = function
+        return function
+
+    return register
+
+
+def operators() -> list[str]:
+    """The names of all operators with a rule."""
+    return list(_names)
+
+
+class Call:
+    """One call of an operator with at least one `CutTensor` among its arguments."""
+
+    def __init__(self, function: Any, devices: LogicalDevices) -> None:
+        self.function, self.devices = function, devices
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    def cut(self, tensor: torch.Tensor) -> Cut:
+        return moves.cut_of(tensor, self.devices)
+
+    def axes_of(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+        """The axes that cut dimension ``dim`` of ``tensor``."""
+        return self.devices.axes.axes_of(self.cut(tensor), dim)
+
+    def enter(self, tensor: torch.Tensor, wanted: Cut, varying: Iterable[int]) -> torch.Tensor:
+        """See `moves.enter`."""
+        return moves.enter(tensor, self.devices, wanted, tuple(varying))
+
+    def open(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece as it is."""
+        return self.enter(tensor, self.cut(tensor), ())
+
+    def leave(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return moves.leave(local, self.devices, cut)
+
+    def added_up(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        return moves.added_up(part, self.devices, axes)
+
+    def total(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """The sum over ``axes``, for use in a computation that varies along them."""
+        return moves.spread(moves.added_up(part, self.devices, axes), self.devices, axes)
+
+    def largest(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """The elementwise maximum over ``axes``, without a gradient."""
+        with torch.no_grad():
+            return self.devices.largest(part, axes) if axes else part.detach()
+
+    def fitting(self, chosen: Sequence[Label | None], sizes: Mapping[Label, int]) -> list[Label | None]:
+        """``chosen``: for each axis what it is to cut, of these sizes. An axis that does not divide what other tensors
+        have had cut along other axes cuts nothing."""
+        parts: dict[Label, int] = {}
+        found: list[Label | None] = []
+        for size, label in zip(self.devices.axes.sizes, chosen, strict=True):
+            if label is not None and sizes[label] % (parts.get(label, 1) * size):
+                label = None
+            if label is not None:
+                parts[label] = parts.get(label, 1) * size
+            found.append(label)
+        return found
+
+    def refused(self, why: str) -> UnsupportedError:
+        return refused(self.name, why)
+
+
+def name_of(function: Any) -> str:
+    name: str = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    return f"Tensor.{getattr(owner, '__name__', '')}" if name in ("__get__", "__set__") else name
+
+
+def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
+    """Dimensions as PyTorch takes them, from 0; None and ``()`` are all of them."""
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return tuple(sorted(one_dim(one, rank) for one in dims)) if dims else tuple(range(rank))
+
+
+def one_dim(dim: int, rank: int) -> int:
+    if not -rank <= dim < rank:
+        raise IndexError(f"dimension {dim} of a tensor of {rank} dimensions")
+    return dim + rank if dim < 0 else dim
+
+
+# -- calling -------------------------------------------------------------------------------------------------------
+
+_gradients: Any = torch.Tensor.grad
+_GRADIENT_GET, _GRADIENT_SET = _gradients.__get__, _gradients.__set__
+_OF_LEAVES = {**dict.fromkeys(getters("is_leaf"), True), **dict.fromkeys(getters("grad_fn"), None)}
+"""What a variable is to the program, although its stand-in is made of its piece."""
+
+
+def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``function`` is on tensors of which some are cut, of classes ``types``.
+
+    Raises `UnsupportedError` if nobody knows.
+    """
+    if len(types) > 1 or types[0] is not CutTensor:
+        args, kwargs = with_stand_ins(args), with_stand_ins(kwargs)
+    if function in METADATA:
+        if function is torch.Tensor.register_hook and args[0]._variable is not None:
+            raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
+        if function in _OF_LEAVES and args[0]._variable is not None:
+            return _OF_LEAVES[function]
+        with WithoutSubclasses():
+            return function(*args, **kwargs)
+    found = _rules.get(function)
+    if found is None:
+        return _without_rule(function, args, kwargs)
+    if kwargs.get("out") is not None:
+        raise refused(name_of(function), "cannot write to out=; use what it returns")
+    first = next((one for one in tensors_in((args, kwargs)) if isinstance(one, CutTensor)), None)
+    if first is None:
+        raise refused(name_of(function))
+    if is_inside_transform():
+        raise refused(name_of(function), "in a transform of torch.func (vmap, grad, jacrev …)")
+    call = Call(function, first._devices)
+    as_plain = AsPlain(function, args, kwargs)
+    call.devices.doing = call.name
+    try:
+        result = found(call, *args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(found).bind(call, *args, **kwargs)
+        except TypeError as of_arguments:
+            raise call.refused(f"is not known with these arguments ({of_arguments})") from error
+        raise
+    finally:
+        call.devices.doing = ""
+    if difference := as_plain.check(result):
+        raise call.refused(difference)
+    return result
+
+
+def with_stand_ins(value: Any) -> Any:
+    """``value`` with a variable that is cut, wherever it is in there, as what a step sees of it."""
+    if isinstance(value, torch.Tensor):
+        stand_in = value.__dict__.get(STAND_IN)
+        return value if stand_in is None else stand_in
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(with_stand_ins, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(with_stand_ins, value))
+    if isinstance(value, dict):
+        return {name: with_stand_ins(one) for name, one in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(with_stand_ins, (value.start, value.stop, value.step)))
+    return value
+
+
+def _without_rule(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if function == _GRADIENT_GET:
+        return _gradient(args[0])
+    if function == _GRADIENT_SET and args[0]._variable is not None:
+        with WithoutSubclasses():
+            args[0]._variable.grad = _as_piece(args[0], args[1])
+        return None
+    name = name_of(function)
+    if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
+        raise refused(name, "would change it in place; write the result to a new tensor")
+    raise refused(name)
+
+
+def _gradient(tensor: CutTensor) -> torch.Tensor | None:
+    if tensor._variable is None:
+        with WithoutSubclasses():
+            return tensor.grad
+    with WithoutSubclasses():
+        gradient = tensor._variable.grad
+    if gradient is None:
+        return None
+    if gradient.requires_grad:
+        raise refused(
+            "Tensor.grad",
+            "has the graph of backward(create_graph=True), which gets lost; leave parameters whole whose gradients a "
+            "step differentiates (no sharding rule, no annotation)",
+        )
+    found = cut_tensor(gradient.detach(), tensor._cut, tensor._devices)
+    found._is_gradient = True
+    return found
+
+
+def _as_piece(tensor: CutTensor, gradient: Any) -> Any:
+    """This process's piece of a gradient that ``tensor`` is given, whole or cut in whatever way."""
+    if gradient is None:
+        return None
+    if shape_of(gradient) != shape_of(tensor):
+        raise refused(
+            "Tensor.grad",
+            f"of shape {tuple(shape_of(tensor))} was given a gradient of shape {tuple(shape_of(gradient))}",
+        )
+    if moves.cut_of(gradient, tensor._devices) == tensor._cut:
+        return local_of(gradient)
+    return moves.enter(gradient.detach(), tensor._devices, tensor._cut, ()).clone()
+
+
+__all__ = [
+    "Call",
+    "apply",
+    "cut_axes",
+    "dims_of",
+    "functions_called",
+    "name_of",
+    "one_dim",
+    "operators",
+    "rule",
+    "shape_of",
+    "with_stand_ins",
+]

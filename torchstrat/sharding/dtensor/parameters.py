@@ -1,0 +1,409 @@
+"""The strategy's variables that are cut: each process holds its piece of them.
+
+A parameter stays one Python object, which modules, optimizers and the user hold, and stands for three things:
+
+* outside of `run`: a plain parameter of the whole shape on ``meta``, which takes no memory. It has no values to read or
+  to change by mistake; ``state_dict()`` and checkpoints put the whole together, and take it apart again. If the piece
+  has a gradient, it has one like itself, and where it is set to None there (``zero_grad()``), so is the piece's.
+* for the engine and the optimizer, in `run`: a plain leaf, this process's piece. Its gradient is the piece's.
+* for the step: in the modules stands a `CutTensor` in its place, which autograd leads back to the leaf.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchstrat.core._torch_private import DisableTorchFunction, swap_tensor_impl
+from torchstrat.core.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
+from torchstrat.core.gradients import GradientHook
+from torchstrat.core.piece_kinds import class_of_pieces, piece_of, plain_kind
+from torchstrat.core.randomness import state_of
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.core.whole_values import WholeValue, stands_for
+from torchstrat.distributed.collectives.agreement import agree, all_equal, code
+from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.sharding.dtensor.axes import Cut
+from torchstrat.sharding.dtensor.cut_tensor import CutTensor
+from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.first_values import Place, draw_first_values
+from torchstrat.sharding.dtensor.moves import leave
+from torchstrat.sharding.dtensor.no_values import Note, without_values
+from torchstrat.sharding.grid import Sharding
+
+ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
+"""From a parameter's dotted name and shape to how it is cut."""
+
+DRAWING = "the first values of variables that were made on meta"
+TAKING = "taking over the initial values of the first logical device"
+
+
+@dataclass
+class CutVariable:
+    """One variable. ``other``: what ``tensor`` does not stand for at the moment, its piece or the empty whole."""
+
+    reference: weakref.ref[torch.Tensor]
+    sharding: Sharding
+    cut: Cut
+    shape: tuple[int, ...]
+    other: torch.Tensor
+    kind: type
+    """The class of ``tensor`` where it has values."""
+    note: Note
+    version: int = 0
+    """Of the empty whole, when the last run ended: it must not have been changed since."""
+    shown: torch.Tensor | None = None
+    """The gradient of the empty whole, since the last run ended; as empty."""
+    gradient: torch.Tensor | None = None
+    """That of the piece, when the last run ended."""
+
+
+class CutVariables:
+    """The variables of one strategy, and which of them are cut."""
+
+    def __init__(self, registry: VariableRegistry, devices: LogicalDevices, sharding_of: ShardingOf | None) -> None:
+        self._registry, self._devices, self._sharding_of = registry, devices, sharding_of
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._planned: dict[int, tuple[weakref.ref[torch.Tensor], Sharding]] = {}
+        self._cut: dict[int, CutVariable] = {}
+        self._is_inside = False
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether variables stand for their pieces."""
+        return self._is_inside
+
+    def __len__(self) -> int:
+        return len(self._cut)
+
+    def find(self, tensor: torch.Tensor) -> CutVariable | None:
+        """None for a tensor that is no variable that is cut."""
+        found = self._cut.get(id(tensor))
+        return found if found is not None and found.reference() is tensor else None
+
+    def is_variable(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or tensor in self._registry
+
+    def planned(self, tensor: torch.Tensor) -> Sharding:
+        """How a variable is cut, or will be when its scope closes."""
+        known = self.find(tensor)
+        if known is not None:
+            return known.sharding
+        said = self._planned.get(id(tensor))
+        if said is not None and said[0]() is tensor:
+            return said[1]
+        name = self._registry.outermost_names().get(id(tensor)) if self._sharding_of is not None else None
+        if name is None or self._sharding_of is None or self._is_known(tensor):
+            return Sharding.replicated(tensor.ndim, self._devices.axes.num_logical_devices)
+        return self._sharding_of(name, tuple(tensor.shape))
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All of it, as a new tensor; all logical devices call it."""
+        found = self.find(tensor)
+        assert found is not None
+        return self._whole_of(found)
+
+    def _whole_of(self, entry: CutVariable) -> torch.Tensor:
+        tensor = entry.reference() if self._is_inside else entry.other
+        assert tensor is not None
+        return self._devices.whole(tensor.detach(), entry.cut, "state_dict()")
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        found = self._known.get(id(tensor))
+        return found is not None and found() is tensor
+
+    # -- taking over ------------------------------------------------------------------------------------------------
+
+    def plan(self, tensor: torch.Tensor, sharding: Sharding) -> None:
+        """Cut a variable like ``sharding``: now, or when its scope closes. Not in a run."""
+        known = self.find(tensor)
+        if known is not None and known.cut != self._devices.axes.cut_of(sharding):
+            raise UnsupportedError(
+                f"a variable of shape {known.shape} is cut already, like {known.sharding.spec}, and cannot be cut "
+                f"again, like {sharding.spec}; say it once, in the scope."
+            )
+        self._planned[id(tensor)] = weakref.ref(tensor), sharding
+        is_cut = self._devices.axes.cut_of(sharding) != self._devices.axes.whole
+        if known is None and is_cut and self._is_known(tensor):
+            self._cut_up(tensor, sharding)
+
+    def draw(self) -> None:
+        """Give variables that were made on meta their first values, in pieces. All logical devices call it, when a
+        scope closes, before `take`."""
+        found: list[tuple[nn.Module, list[torch.Tensor]]] = []
+        for module in {id(one): one for root in self._registry.modules() for one in root.modules()}.values():
+            members: list[torch.Tensor | None] = [*module._parameters.values()]
+            empty = [one for one in members if one is not None and self._has_no_value(one)]
+            if empty:
+                found.append((module, empty))
+        if not found:
+            return
+        state = self._devices.everyone.broadcast_object(state_of(), 0, DRAWING)
+        torch.set_rng_state(state)
+        for module, empty in found:
+            self._draw_one(module, [one for one in empty if self._has_no_value(one)])
+
+    def _has_no_value(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and not is_lazy(tensor) and self.find(tensor) is None
+
+    def _draw_one(self, module: nn.Module, parameters: list[torch.Tensor]) -> None:
+        axes = self._devices.axes
+        shardings = [self.planned(one) for one in parameters]
+        cuts = [axes.cut_of(sharding) for sharding in shardings]
+        pieces = [
+            torch.empty(axes.piece_shape(tuple(one.shape), cut), dtype=one.dtype, device=self._devices.device)
+            for one, cut in zip(parameters, cuts, strict=True)
+        ]
+        places = {id(one): Place(piece, cut) for one, piece, cut in zip(parameters, pieces, cuts, strict=True)}
+        draw_first_values(module, places, self._devices)
+        for one, piece, cut, sharding in zip(parameters, pieces, cuts, shardings, strict=True):
+            if cut == axes.whole:
+                swap_tensor_impl(one, self._alike(one, piece))
+            else:
+                self._note(self._known, one)
+                if not one._backward_hooks:  # else the next run refuses it
+                    swap_tensor_impl(one, self._piece_like(one, one))
+                self._enter(one, sharding, cut, tuple(one.shape), self._piece_like(one, piece))
+
+    def take(self) -> None:
+        """Give new variables the values of the replica's first logical device, and cut those that are to be. All
+        logical devices call it, between runs."""
+        tensors = self._registry.tensors()
+        tensors += [slot.tensor for slot in self._registry.buffer_slots() if slot.tensor is not None]
+        unique = {id(tensor): tensor for tensor in tensors if not is_lazy(tensor) and not self._is_known(tensor)}
+        new = list(unique.values())
+        if not new:
+            return
+        for tensor in new:
+            if tensor.is_meta:
+                raise InvalidArgumentError(
+                    f"{self._registry.describe(tensor)} is on meta and has no values; make it in the scope. A copy of "
+                    "a module whose parameters are cut has none either: copy its state_dict() instead."
+                )
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in new]
+        if not all_equal(agree(self._devices.everyone, TAKING, (code(repr(shapes)),))):
+            raise ReplicaDivergenceError(
+                f"the logical devices of a replica have made different variables; here they are {shapes}. All of them "
+                "have to run the same program."
+            )
+        shardings = [self.planned(tensor) for tensor in new]
+        cuts = [self._devices.axes.cut_of(sharding) for sharding in shardings]
+        broadcast_tensors(self._devices.everyone, [tensor.detach() for tensor in new], 0, TAKING)
+        known = self._known
+        for tensor, sharding, cut in zip(new, shardings, cuts, strict=True):
+            self._note(known, tensor)
+            if cut != self._devices.axes.whole:
+                self._cut_up(tensor, sharding)
+
+    @staticmethod
+    def _note(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> None:
+        key = id(tensor)
+
+        def forget(reference: Any) -> None:
+            if known.get(key) is reference:
+                del known[key]
+
+        known[key] = weakref.ref(tensor, forget)
+
+    def _cut_up(self, tensor: torch.Tensor, sharding: Sharding) -> None:
+        cut = self._devices.axes.cut_of(sharding)
+        shape = tuple(tensor.shape)
+        self._require_no_hooks(tensor)
+        sharding.tile_shape(shape, 1)  # as many dimensions
+        piece = self._piece_like(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
+        if tensor.grad is not None:
+            piece.grad = self._devices.own_piece(tensor.grad, cut).clone()
+        piece._backward_hooks = tensor._backward_hooks
+        accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+        if accumulated:
+            piece._post_accumulate_grad_hooks = accumulated
+        self._cut_states(tensor, shape, cut)
+        empty = self._piece_like(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        swap_tensor_impl(tensor, empty)  # what it was goes with this name
+        self._enter(tensor, sharding, cut, shape, piece)
+
+    def _enter(
+        self, tensor: torch.Tensor, sharding: Sharding, cut: Cut, shape: tuple[int, ...], piece: torch.Tensor
+    ) -> None:
+        """``tensor`` is the empty whole by now."""
+        key, entries = id(tensor), self._cut
+
+        def forget(reference: Any) -> None:
+            if key in entries and entries[key].reference is reference:
+                del entries[key]
+
+        kind, version = plain_kind(type(tensor)), tensor._version
+        note = Note("a variable", self._devices.device, copy=lambda: self._copy_of(entries[key]))
+        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, note, version)
+        entries[key] = entry
+        tensor.__class__ = class_of_pieces(kind)
+        without_values(tensor, note)
+        stands_for(tensor, WholeValue(lambda: self._whole_of(entry), lambda whole: self._assign(entry, whole)))
+
+    def _copy_of(self, entry: CutVariable) -> torch.Tensor:
+        """Another variable of the same values, outside of a run; each process copies its piece."""
+        with DisableTorchFunction():
+            tensor = entry.reference()
+            assert tensor is not None
+            piece = piece_of(entry.kind, entry.other.clone(), requires_grad=entry.other.requires_grad)
+            empty = torch.empty(entry.shape, dtype=piece.dtype, device="meta")
+            made = piece_of(entry.kind, empty, requires_grad=tensor.requires_grad)
+            self._note(self._known, made)
+            self._enter(made, entry.sharding, entry.cut, entry.shape, piece)
+        return made
+
+    @staticmethod
+    def _alike(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return value.requires_grad_(tensor.requires_grad)
+
+    @staticmethod
+    def _piece_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return piece_of(type(tensor), value, requires_grad=tensor.requires_grad)
+
+    def _cut_states(self, tensor: torch.Tensor, shape: tuple[int, ...], cut: Cut) -> None:
+        """What an optimizer knows of a variable that it has stepped before."""
+        for optimizer in self._registry.optimizers():
+            state = optimizer.state.get(tensor, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+                    state[name] = self._devices.own_piece(value, cut).clone()
+
+    # -- in a run ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """In this block variables stand for their pieces."""
+        inside: list[tuple[torch.Tensor, CutVariable]] = []
+        with DisableTorchFunction():
+            for entry in list(self._cut.values()):
+                tensor = entry.reference()
+                if tensor is not None:
+                    self._require_unchanged(tensor, entry)
+                    self._follow_gradient(tensor, entry)
+                    inside.append((tensor, entry))
+        try:
+            self._is_inside = True
+            for tensor, entry in inside:
+                tensor.__class__ = class_of_pieces(entry.kind)
+                if entry.other.requires_grad != tensor.requires_grad:
+                    entry.other.requires_grad_(tensor.requires_grad)
+                swap_tensor_impl(tensor, entry.other)
+            yield
+        finally:
+            self._is_inside = False
+            for tensor, entry in inside:
+                swap_tensor_impl(tensor, entry.other)
+                if entry.other.requires_grad != tensor.requires_grad:
+                    tensor.requires_grad_(entry.other.requires_grad)
+                entry.version = tensor._version
+                self._show_gradient(tensor, entry)
+                without_values(tensor, entry.note)
+
+    def _show_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
+        entry.gradient = entry.other.grad
+        if entry.gradient is None:
+            tensor.grad = entry.shown = None
+        elif entry.shown is None:
+            empty = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
+            tensor.grad = piece_of(torch.Tensor, empty, requires_grad=False)
+            note = Note("the gradient of a variable", self._devices.device, zero=lambda: _zero(entry.gradient))
+            entry.shown = without_values(tensor.grad, note)
+
+    def _follow_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
+        """What has been done to the gradient of the empty whole is to be done to the piece's, or raises."""
+        was_left = entry.other.grad is entry.gradient  # else a backward pass outside of a run has made another
+        entry.gradient = None  # a step may forget it, and make another
+        if tensor.grad is entry.shown and (entry.shown is None or entry.shown._version == 0):
+            return
+        if tensor.grad is not None or not was_left:
+            raise ContextError(
+                f"the gradient of {self._registry.describe(tensor)} was changed outside of run, where that of a "
+                "variable that is cut over logical devices has no values. Change it in strategy.run; "
+                "zero_grad() may be called outside, before backward()."
+            )
+        entry.other.grad = entry.shown = None
+
+    def _require_no_hooks(self, tensor: torch.Tensor) -> None:
+        """But the engine's, which knows pieces."""
+        hooks = [*(tensor._backward_hooks or {}).values()]
+        hooks += (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+        if any(not isinstance(hook, GradientHook) for hook in hooks):
+            raise UnsupportedError(
+                f"{self._registry.describe(tensor)} is cut over logical devices and has a hook of its own, which would "
+                "see the gradient of a piece. Do what it does in the step, after backward()."
+            )
+
+    def _require_unchanged(self, tensor: torch.Tensor, entry: CutVariable) -> None:
+        self._require_no_hooks(tensor)
+        is_as_it_was = (tensor._version, tensor.dtype, tuple(tensor.shape)) == (
+            entry.version,
+            entry.other.dtype,
+            entry.shape,
+        )
+        if not is_as_it_was or not tensor.is_meta:
+            raise ContextError(
+                f"{self._registry.describe(tensor)} was changed outside of run, where a variable that is cut over "
+                "logical devices has no values. Change it in strategy.run, or by load_state_dict or "
+                "Checkpoint.restore."
+            )
+
+    def stand_ins(self) -> dict[int, CutTensor]:
+        """``id`` of a variable → what a step sees of it."""
+        made: dict[int, CutTensor] = {}
+        with torch.enable_grad(), torch.inference_mode(False):
+            for key, entry in self._cut.items():
+                tensor = entry.reference()
+                if tensor is not None:
+                    one: Any = leave(tensor, self._devices, entry.cut)
+                    one._variable, one._is_value = tensor, True
+                    made[key] = one
+        return made
+
+    def cut_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The optimizer's variables that are cut."""
+        return [one for group in optimizer.param_groups for one in group["params"] if self.find(one) is not None]
+
+    # -- states of optimizers ---------------------------------------------------------------------------------------
+
+    def whole_state(self, tensor: torch.Tensor, value: Any) -> Any:
+        """An entry of an optimizer's state of ``tensor``, put together if it is a piece."""
+        entry = self.find(tensor)
+        if entry is None or not isinstance(value, torch.Tensor):
+            return value
+        if tuple(value.shape) != self._devices.axes.piece_shape(entry.shape, entry.cut):
+            return value
+        return self._devices.whole(value, entry.cut, "optimizer.state_dict()")
+
+    def piece_of_state(self, tensor: torch.Tensor, value: Any) -> Any:
+        """The other way round; a new tensor."""
+        entry = self.find(tensor)
+        if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
+            return value
+        piece = self._devices.own_piece(value.detach(), entry.cut)
+        return piece.to(device=self._devices.device, copy=True).contiguous()
+
+    def assign(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Give a variable that is cut new values, outside of a run."""
+        entry = self.find(tensor)
+        assert entry is not None
+        self._assign(entry, whole)
+
+    def _assign(self, entry: CutVariable, whole: torch.Tensor) -> None:
+        with torch.no_grad():
+            entry.other.copy_(self._devices.own_piece(whole.detach(), entry.cut))
+
+
+def _zero(gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        gradient.zero_()

@@ -1,0 +1,161 @@
+"""The processes of a job as replicas: two ways for a strategy to talk along the replica axis only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace, Work
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
+from torchstrat.distributed.collectives.words import Words
+
+
+class FirstOfReplica:
+    """A channel on which each replica speaks with one voice, that of its first logical device.
+
+    ``rank`` and ``size`` count replicas. All processes take part in every call and get the same; what processes other
+    than the first of a replica bring is not used. So all logical devices of a replica see the same data, even where
+    their processes would have drawn, or counted, differently. For values in host memory.
+    """
+
+    def __init__(self, everyone: Communicator, logical_devices: int) -> None:
+        self._everyone, self._logical = everyone, logical_devices
+        self.rank, self.size = everyone.rank // logical_devices, everyone.size // logical_devices
+        self.ranks = everyone.ranks[::logical_devices]
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._everyone.timeout
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
+        if self._everyone.rank % self._logical:
+            tensor.zero_()
+        return self._everyone.all_reduce(tensor, what)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        self._everyone.broadcast(tensor, source * self._logical, what)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        return self._everyone.all_gather(tensor, what)[:: self._logical]
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        return self._everyone.all_gather_numbers(numbers, what)[:: self._logical]
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        return self._everyone.all_gather_object(value, what)[:: self._logical]
+
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        return self._everyone.broadcast_object(value, source * self._logical, what)
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        raise NotImplementedError("input pipelines talk to all replicas")
+
+    def split(self) -> Communicator:
+        return FirstOfReplica(self._everyone.split(), self._logical)
+
+    def barrier(self, what: str) -> None:
+        self._everyone.barrier(what)
+
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._everyone.report_failure(message, leaves=leaves)
+
+    def words(self, what: str) -> Words:
+        return self._everyone.words(what)
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        return self._everyone.calls_differ(what, is_over=is_over)
+
+    def forget_failure(self) -> None:
+        self._everyone.forget_failure()
+
+    def close(self) -> None: ...
+
+
+class OwnColumn:
+    """The processes that are the same logical device of every replica: what gradients are combined over.
+
+    All columns do the same at the same time. Groups are made by all processes of a job, so each makes those of the
+    other columns too.
+
+    Args:
+        column: the communicator of these processes.
+        everyone: of the whole job; closed with this.
+    """
+
+    def __init__(self, column: Communicator, everyone: Communicator, logical_devices: int) -> None:
+        self._column, self._everyone, self._logical = column, everyone, logical_devices
+        self.rank, self.size, self.ranks = column.rank, column.size, column.ranks
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._column.timeout
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
+        return self._column.all_reduce(tensor, what)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        self._column.broadcast(tensor, source, what)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        return self._column.all_gather(tensor, what)
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        return self._column.all_gather_numbers(numbers, what)
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        return self._column.all_gather_object(value, what)
+
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        return self._column.broadcast_object(value, source, what)
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        """``ranks``: of replicas."""
+        own = self._everyone.rank % self._logical
+        columns = [
+            self._everyone.subgroup(tuple(replica * self._logical + logical for replica in ranks))
+            for logical in range(self._logical)
+        ]
+        return columns[own]
+
+    def split(self) -> Communicator:
+        return self
+
+    def barrier(self, what: str) -> None:
+        self._column.barrier(what)
+
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._everyone.report_failure(message, leaves=leaves)
+
+    def words(self, what: str) -> Words:
+        return self._everyone.words(what)
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        return self._column.calls_differ(what, is_over=is_over)
+
+    def forget_failure(self) -> None:
+        self._everyone.forget_failure()
+
+    def close(self) -> None:
+        self._everyone.close()
+
+
+class OwnColumnInPlace(OwnColumn):
+    """The same where they add up in place, or there is but one: then gradients stay where they are."""
+
+    _column: SumsInPlace
+
+    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
+        self._column.sum_in_place(tensors, factor, what)
+
+    def all_gather_numbers_and_sum(
+        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
+        return self._column.all_gather_numbers_and_sum(numbers, tensors, what)
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        self._column.sum_to_owners(tensors, factor, owned, what)

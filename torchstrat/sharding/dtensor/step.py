@@ -1,0 +1,228 @@
+"""What a step runs in: modules with `CutTensor`s where parameters are cut, and optimizers that step pieces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrat.core._torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+)
+from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.core.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
+from torchstrat.core.piece_kinds import plain_kind
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.sharding.dtensor.cut_tensor import STAND_IN, CutTensor
+from torchstrat.sharding.dtensor.operators import apply
+from torchstrat.sharding.dtensor.parameters import CutVariables
+
+
+@functools.cache
+def _watched(kind: type) -> type:
+    """``kind`` whose instances stay out of sight: what is done with one is done with its stand-in. The backend's own
+    work, under `DisableTorchFunction`, sees the piece."""
+
+    def of_stand_ins(
+        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return apply(func, types, args, kwargs or {})
+
+    members = {
+        "__module__": kind.__module__,
+        "__torch_function__": classmethod(of_stand_ins),
+        "__deepcopy__": lambda self, memo: getattr(self, STAND_IN).__deepcopy__(memo),  # parameters have their own
+        "__reduce_ex__": lambda self, protocol: getattr(self, STAND_IN).__reduce_ex__(protocol),
+    }
+    made: type = type(kind)(kind.__name__, (kind,), members)
+    return made
+
+
+@contextmanager
+def _out_of_sight(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
+    """A variable that a step uses directly, and not as the member of a module, is its stand-in too: in functions of
+    autograd, in what is computed again going backward, and in threads."""
+    hidden: list[tuple[Any, type]] = []
+    try:
+        for stand_in in stand_ins.values():
+            tensor: Any = stand_in._variable
+            hidden.append((tensor, type(tensor)))
+            tensor._stand_in, tensor.__class__ = stand_in, _watched(type(tensor))  # type: ignore[arg-type]
+        yield
+    finally:
+        for tensor, kind in hidden:
+            tensor.__class__ = kind
+            del tensor._stand_in
+
+
+class StepSurroundings:
+    """``with surroundings():`` around the step function of a run, inside of `CutVariables.inside`."""
+
+    def __init__(self, registry: VariableRegistry, variables: CutVariables) -> None:
+        self._registry, self._variables = registry, variables
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if not len(self._variables):
+            yield
+            return
+        stand_ins = self._variables.stand_ins()
+        with ExitStack() as stack:
+            for optimizer in self._registry.optimizers():
+                if self._variables.cut_in(optimizer):
+                    _require_no_hooks(optimizer)
+                    stack.enter_context(_quick_zero_grad(optimizer))
+            stack.enter_context(_backend_sees_pieces())
+            stack.enter_context(_in_modules(self._registry.modules(), stand_ins))
+            stack.enter_context(_out_of_sight(stand_ins))
+            stack.enter_context(_compiler_named())
+            yield
+
+    def check_optimizers(self) -> None:
+        """Raise `UnsupportedError` for an optimizer that is not known to step pieces right."""
+        for optimizer in self._registry.optimizers():
+            if tier_of(optimizer) is Tier.ELEMENTS:
+                continue
+            cut = self._variables.cut_in(optimizer)
+            if cut:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} steps {len(cut)} parameters that are cut over logical devices, and "
+                    f"only of {names_of(Tier.ELEMENTS)} is it known that they step each element by itself. "
+                    "Give the others an optimizer of their own, or leave these parameters whole (no sharding rule, no "
+                    "annotation)."
+                )
+
+
+@contextmanager
+def _compiler_named() -> Iterator[None]:
+    """What the compiler makes of a refusal says what was compiled."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not type(error).__module__.startswith("torch._dynamo") or "cut over logical devices" not in said:
+            raise
+        raise UnsupportedError(
+            "torch.compile of a function that works on tensors that are cut over logical devices; call it as it is, "
+            f"not compiled, or leave the parameters whole that it uses. (The compiler said: {said[:200]})"
+        ) from error
+
+
+@contextmanager
+def _backend_sees_pieces() -> Iterator[None]:
+    """In its hooks on all optimizers; those of the user's see stand-ins."""
+    replaced = [
+        (hooks, key, hook)
+        for hooks in (optimizer_pre_hooks, optimizer_post_hooks)
+        for key, hook in hooks.items()
+        if _is_of_backend(hook)
+    ]
+    try:
+        for hooks, key, hook in replaced:
+            hooks[key] = _on_pieces(hook)
+        yield
+    finally:
+        for hooks, key, hook in replaced:
+            if key in hooks:
+                hooks[key] = hook
+
+
+def _is_of_backend(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torchstrat.")
+
+
+def _on_pieces(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def on_pieces(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return hook(*args, **kwargs)
+
+    return on_pieces
+
+
+@contextmanager
+def _in_modules(modules: Iterator[nn.Module], stand_ins: dict[int, CutTensor]) -> Iterator[None]:
+    replaced: list[tuple[nn.Module, str, nn.Parameter, CutTensor]] = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in stand_ins:
+                replaced.append((module, name, parameter, stand_ins[id(parameter)]))
+    try:
+        for module, name, _, stand_in in replaced:
+            module._parameters[name] = stand_in  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, parameter, stand_in in replaced:
+            now: Any = module._parameters.get(name)
+            if now is stand_in:  # else the step has replaced it
+                module._parameters[name] = parameter
+
+
+@contextmanager
+def _quick_zero_grad(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A stand-in for each gradient that is only forgotten would cost more than the rest of it."""
+    zero_grad, before = optimizer.zero_grad, vars(optimizer).get("zero_grad")
+    optimizer.zero_grad = _on_pieces(zero_grad)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del optimizer.zero_grad
+        else:
+            optimizer.zero_grad = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def _in_sight(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Its variables are the classes they were: only of those does it step several at a time."""
+    hidden = [one for group in optimizer.param_groups for one in group["params"] if STAND_IN in one.__dict__]
+    kinds = [type(one) for one in hidden]
+    try:
+        for one, kind in zip(hidden, kinds, strict=True):
+            one.__class__ = plain_kind(kind)
+        with DisableTorchDispatch():
+            yield
+    finally:
+        for one, kind in zip(hidden, kinds, strict=True):
+            one.__class__ = kind
+
+
+def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+        if not _is_of_backend(hook):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has a hook on its steps, and parameters that are cut over logical "
+                "devices, of which the hook would see a piece. Do what it does in the step, around step()."
+            )
+
+
+def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> None:
+    """A hook that lasts, so that it meets each step, by whatever name the method is called: it steps the pieces, and an
+    optimizer of nothing goes on in the place of this one."""
+
+    def take_over(
+        stepped: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if args[0] is not stepped or not variables.cut_in(stepped):
+            return None
+        if not variables.is_inside:
+            raise ContextError(
+                f"{type(stepped).__name__}.step() was called outside of run, and has parameters that are cut over "
+                "logical devices; step in the function that strategy.run calls."
+            )
+        if any(callable(one) for one in (*args[1:], *kwargs.values())):
+            raise UnsupportedError(
+                f"{type(stepped).__name__}.step(closure) with parameters that are cut over logical devices; call "
+                "the closure's backward first, and step() without it."
+            )
+        with DisableTorchFunction(), _in_sight(stepped):
+            bare_step(stepped)
+        return (stand_in_of(type(stepped), vars(stepped), []), *args[1:]), kwargs
+
+    optimizer.register_step_pre_hook(take_over)

@@ -1,0 +1,20 @@
+"""TPUs: their topology, which cores make a replica, and how the system starts. `torchstrat.TPUStrategy` trains on them.
+
+Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor torch_xla.
+"""
+
+from torchstrat.sharding.tpu import experimental
+from torchstrat.sharding.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment
+from torchstrat.sharding.tpu.device_order import DeviceOrderMode
+from torchstrat.sharding.tpu.system import experimental_connect_to_cluster, initialize_tpu_system
+from torchstrat.sharding.tpu.topology import Topology
+
+__all__ = [
+    "SINGLE_CORE_ASSIGNMENT",
+    "DeviceAssignment",
+    "DeviceOrderMode",
+    "Topology",
+    "experimental",
+    "experimental_connect_to_cluster",
+    "initialize_tpu_system",
+]

@@ -1,0 +1,315 @@
+"""Gradients of a step that runs for all replicas at once.
+
+functorch refuses ``backward`` inside of a mapping. What the step means by it is well defined all the same: the losses
+of all lanes are one tensor, and the gradient of their weighted sum is what the replicas' gradients combine to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.core.gradients import check_weight
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.sharding.tpu import _functorch_private as functorch
+from torchstrat.sharding.tpu.lanes import Lanes
+
+Meet = Callable[[str, Any, Callable[[dict[int, Any]], dict[int, Any]]], Any]
+"""``(call, payload, combine)``: what all passes of a run do together; see `Baton.meet`."""
+
+_torch_backward = torch.autograd.backward
+"""PyTorch's own; while a step is recorded the name leads here."""
+
+
+def _real_dtype(like: torch.Tensor) -> torch.dtype:
+    return like.dtype.to_real() if like.is_complex() else like.dtype
+
+
+class LaneWeights:
+    """How much each lane of a pass counts in the combined gradient: its rows, or what the step says by `set_weight`.
+
+    Args:
+        rows: of each active lane; equal numbers where all count alike.
+        all_passes: the weights of all passes of the run, this one's among them once it has been added.
+    """
+
+    def __init__(self, lanes: Lanes, op: ReduceOp, rows: Sequence[float], all_passes: list[LaneWeights]) -> None:
+        self.lanes = lanes
+        self._op = op
+        self._rows = list(rows)
+        self._given: torch.Tensor | None = None
+        self._all_passes = all_passes
+        self.are_crossed = False
+        """Whether gradients may flow between replicas."""
+        all_passes.append(self)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all active lanes of all passes are known to count alike. So they do when none has any weight."""
+        if any(one._given is not None for one in self._all_passes):
+            return False
+        return len({row for one in self._all_passes for row in one._rows}) <= 1
+
+    def give(self, weight: Any) -> None:
+        """The step's own weights: a number, or a scalar that differs from lane to lane. Call it at the level."""
+        if not isinstance(weight, torch.Tensor):
+            self._given = None
+            self._rows = [check_weight(weight)] * len(self._rows)
+            return
+        if weight.ndim:
+            raise InvalidArgumentError(f"set_weight needs one number; got a tensor of shape {tuple(weight.shape)}.")
+        with self.lanes.left("set_weight"):
+            self._given = self.lanes.stacked(weight).detach()
+
+    def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]``, real, of ``like``'s precision and device; 0 for lanes that do not count."""
+        if self._given is not None:
+            mask = self.lanes.mask(like)
+            return torch.where(mask > 0, self._given.to(mask), torch.zeros_like(mask))
+        values = dict(zip(self.lanes.active, self._rows, strict=True))
+        numbers = [float(values.get(lane, 0.0)) for lane in range(self.lanes.count)]
+        return torch.tensor(numbers, dtype=_real_dtype(like), device=like.device)
+
+    def factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
+        """What each lane's gradient is multiplied with in the combined one; outside of the level.
+
+        Of ``gradient``'s number of dimensions, with the lanes in ``lane_dim`` and 1 in all others.
+        """
+        return self._by_lane(gradient).reshape([-1 if dim == lane_dim else 1 for dim in range(gradient.ndim)])
+
+    def without_factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
+        """``gradient`` of the combined loss, as each lane's of its own loss. A lane that does not count keeps its."""
+        factors = self.factors(gradient, lane_dim)
+        divisors = torch.where(factors > 0, factors, torch.ones_like(factors))
+        # Quotients of complex numbers are not among what the compiler gets right.
+        return gradient * divisors.reciprocal() if gradient.is_complex() else gradient / divisors
+
+    def with_factors(self, stacked: torch.Tensor) -> torch.Tensor:
+        """``[lanes, …]`` times the factors; 0 for lanes that do not count, which may well have NaN."""
+        factors = self.factors(stacked)
+        return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked))
+
+    def _by_lane(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]``."""
+        if self._op is ReduceOp.SUM:
+            return self.lanes.mask(like)
+        if self.are_equal:
+            return self.lanes.mask(like) / sum(len(one._rows) for one in self._all_passes)
+        return self._as_tensor(like) / torch.stack([one._as_tensor(like).sum() for one in self._all_passes]).sum()
+
+    def combined(self, stacked: torch.Tensor) -> torch.Tensor:
+        """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""
+        if self.are_equal and self.lanes.all_active and len(self._all_passes) == 1:
+            return stacked.sum() if self._op is ReduceOp.SUM else stacked.mean()
+        return self.with_factors(stacked).sum()
+
+
+class LaneBackward:
+    """``backward`` and ``autograd.grad`` for the code of a step."""
+
+    def __init__(self, lanes: Lanes, weights: LaneWeights, meet: Meet, registry: VariableRegistry) -> None:
+        self._lanes, self._weights, self._meet, self._registry = lanes, weights, meet, registry
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """As `torch.autograd.backward`; ``.grad`` of variables then holds the gradient combined over replicas."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = grad_tensors if grad_tensors is not None else grad_variables
+        gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
+        with self._lanes.left("backward"):
+            stacked = [self._lane_sums(root, gradient) for root, gradient in zip(roots, gradients, strict=True)]
+            wanted = self._behind(inputs)
+
+            def combine(payloads: dict[int, Callable[[], torch.Tensor]]) -> dict[int, None]:
+                totals = [total() for total in payloads.values()]
+                if len(totals) > 1 and self._is_hooked():
+                    totals = [torch.stack(totals).sum()]  # hooks of variables are to be called once
+                # Otherwise one after the other: in one go the order of their operations depends on how many each thread
+                # has ever made, and another order is another program.
+                for total in totals[:-1]:
+                    _torch_backward(total, None, True, create_graph, inputs=wanted)
+                _torch_backward(totals[-1], None, retain_graph, create_graph, inputs=wanted)
+                return dict.fromkeys(payloads)
+
+            self._meet("backward", lambda: self._weights.combined(torch.stack(stacked).sum(dim=0)), combine)
+
+    def _is_hooked(self) -> bool:
+        tensors: list[Any] = self._registry.tensors()
+        return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in tensors)
+
+    def _behind(self, inputs: Any) -> Any:
+        """The tensors that gradients are accumulated in."""
+        if inputs is None:
+            return None
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        for tensor in wanted:
+            if self._lanes.is_lane_tensor(tensor):
+                raise UnsupportedError(
+                    "backward(inputs=…) was given a tensor that differs between replicas; on this strategy only "
+                    "variables accumulate gradients. Use torch.autograd.grad(loss, tensor) for the gradient of a "
+                    "replica's own tensor."
+                )
+        return wanted
+
+    def grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As `torch.autograd.grad`: each replica's own gradient, with respect to variables too (see `_local_grad`)."""
+        if self._lanes.is_inside_transform:
+            rest = (retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads)
+            inner: tuple[torch.Tensor, ...] = torch.autograd.grad(outputs, inputs, grad_outputs, *rest)
+            return inner
+        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs or [None] * len(roots))
+        if is_grads_batched:
+            raise UnsupportedError("autograd.grad(is_grads_batched=True) does not work in a step of this strategy.")
+        if any(not self._lanes.is_lane_tensor(tensor) for tensor in wanted):
+            return self._local_grad(roots, given, wanted, retain_graph, create_graph, allow_unused, materialize_grads)
+        with self._lanes.left("autograd.grad"):
+            losses = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
+            total = self._weights.combined(torch.stack(losses).sum(dim=0))
+            behind = [self._lanes.behind(tensor) for tensor in wanted]
+
+            def combine(payloads: dict[int, tuple[torch.Tensor, list[torch.Tensor]]]) -> dict[int, Any]:
+                totals, inputs = zip(*payloads.values(), strict=True)
+                flat = torch.autograd.grad(
+                    totals[0] if len(totals) == 1 else torch.stack(totals).sum(),
+                    [one for own in inputs for one in own],
+                    None,
+                    retain_graph,
+                    create_graph,
+                    allow_unused=allow_unused,
+                    materialize_grads=materialize_grads,
+                )
+                rest = iter(flat)
+                return {index: [next(rest) for _ in own] for index, own in zip(payloads, inputs, strict=True)}
+
+            # Passes have to do with each other only where replicas have exchanged tensors.
+            found = (
+                self._meet("autograd.grad", (total, behind), combine)
+                if self._weights.are_crossed
+                else combine({0: (total, behind)})[0]
+            )
+            own = [None if g is None else self._unweighted(g, tensor) for g, tensor in zip(found, wanted, strict=True)]
+        pairs = zip(own, wanted, strict=True)
+        return tuple(None if one is None else self._lanes.hide_as(one, tensor) for one, tensor in pairs)
+
+    def _local_grad(
+        self,
+        roots: list[torch.Tensor],
+        given: list[torch.Tensor | None],
+        wanted: list[torch.Tensor],
+        retain_graph: bool | None,
+        create_graph: bool,
+        allow_unused: bool | None,
+        materialize_grads: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """With respect to variables, which the lanes share: the gradient of each lane's loss by itself, so one backward
+        pass per lane, all in one.
+
+        Raises:
+            UnsupportedError: replicas have exchanged tensors in this step, so that a loss depends on how other replicas
+                use the variables, too.
+        """
+        if self._weights.are_crossed:
+            raise UnsupportedError(
+                "torch.autograd.grad with respect to variables, in a step that has used all_reduce, all_gather or "
+                "batch normalisation over all replicas, is not possible on this strategy. Use loss.backward() and "
+                ".grad."
+            )
+        with self._lanes.left("autograd.grad"):
+            losses = torch.stack([self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]).sum(
+                dim=0
+            )
+            found = torch.autograd.grad(
+                losses,
+                [self._lanes.behind(tensor) for tensor in wanted],
+                torch.eye(self._lanes.count, dtype=losses.dtype, device=losses.device),
+                retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                is_grads_batched=True,
+                materialize_grads=materialize_grads,
+            )
+            own = [self._diagonal(one, tensor) for one, tensor in zip(found, wanted, strict=True)]
+        return tuple(None if one is None else self._lanes.hide(one) for one in own)
+
+    def _diagonal(self, gradients: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Of each lane's loss: with respect to a lane tensor, the part that is the lane's own."""
+        if gradients is None or not self._lanes.is_lane_tensor(tensor):
+            return gradients
+        at = self._lanes.dim_of(tensor)
+        return torch.diagonal(gradients.movedim(at + 1, 1), dim1=0, dim2=1).movedim(-1, 0)
+
+    def combined_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that a step assigns to a variable: what the replicas' ones combine to."""
+        with self._lanes.left("an assignment to .grad"):
+            return self._weights.with_factors(self._lanes.stacked(gradient)).sum(dim=0)
+
+    def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """``[lanes]``: what each lane differentiates."""
+        if gradient is None and root.numel() != 1:
+            raise InvalidArgumentError(
+                "backward needs a scalar, and so does autograd.grad, or the gradient of the output; got a tensor of "
+                f"shape {tuple(root.shape)} on each replica."
+            )
+        stacked = self._lanes.stacked(root)
+        if gradient is not None:
+            stacked = stacked * self._lanes.stacked(gradient)
+        return stacked.reshape(self._lanes.count, -1).sum(dim=1)
+
+    def gradient_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """``.grad`` of a replica's own tensor: this replica's gradient of its own loss."""
+        behind = self._lanes.behind(tensor)
+        if behind.grad is None:
+            return None
+        with self._lanes.left("grad"):
+            own = self._unweighted(behind.grad, tensor)
+        return self._lanes.hide_as(own, tensor)
+
+    def _unweighted(self, gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the combined loss, with respect to what is behind a lane tensor: as the gradient of each lane's own loss.
+
+        Not the gradient of the plain sum of losses: where replicas exchange tensors (`cross_lanes`), what comes back is
+        right for weighted losses only.
+        """
+        return self._weights.without_factors(gradient, self._lanes.dim_of(tensor))
+
+    def register_hook(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """As `torch.Tensor.register_hook`; on a replica's own tensor ``hook`` sees this replica's gradient."""
+        if not self._lanes.is_lane_tensor(tensor):
+            return tensor.register_hook(hook)
+        at = self._lanes.dim_of(tensor)
+        with self._lanes.left("register_hook") as left:
+            levels = list(left)
+
+            def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
+                own = self._weights.without_factors(gradient, at)
+                with functorch.return_to_levels(levels):
+                    changed = hook(self._lanes.hide_as(own, tensor))
+                if changed is None:
+                    return None
+                return self._lanes.stacked(changed).movedim(0, at) * self._weights.factors(gradient, at)
+
+            return self._lanes.behind(tensor).register_hook(hooked)

@@ -1,0 +1,228 @@
+"""Random numbers that a step draws: each replica its own, unless the step says where they come from.
+
+The devices have one stream, from which the lanes draw different numbers. Three things mean that they are to be equal:
+a variable's first values, a generator that the step makes for itself, and a seed that the step sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from torchstrat.core import nest
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.sharding.tpu.edits import Edits
+from torchstrat.sharding.tpu.lanes import Lanes
+from torchstrat.sharding.tpu.places import current_place
+from torchstrat.sharding.tpu.random_stream import RandomStream
+
+_TENSOR: Any = torch.Tensor
+
+_FILLS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+    )
+)
+_INITIALIZATIONS = frozenset(
+    getattr(torch.nn.init, name)
+    for name in (
+        "kaiming_normal_",
+        "kaiming_uniform_",
+        "normal_",
+        "orthogonal_",
+        "sparse_",
+        "trunc_normal_",
+        "uniform_",
+        "xavier_normal_",
+        "xavier_uniform_",
+    )
+)
+_IN_PLACE = _FILLS | _INITIALIZATIONS
+
+_FACTORIES = frozenset((torch.rand, torch.randint, torch.randn, torch.randperm))
+_LIKE = frozenset((torch.rand_like, torch.randint_like, torch.randn_like))
+_BY_VALUES = frozenset(
+    (
+        F.alpha_dropout,
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.feature_alpha_dropout,
+        F.fractional_max_pool2d,
+        F.fractional_max_pool3d,
+        F.gumbel_softmax,
+        F.rrelu,
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        torch.alpha_dropout,
+        torch.bernoulli,
+        torch.binomial,
+        torch.dropout,
+        torch.feature_alpha_dropout,
+        torch.feature_dropout,
+        torch.multinomial,
+        torch.native_dropout,
+        torch.normal,
+        torch.poisson,
+        torch.rrelu,
+        _TENSOR.bernoulli,
+        _TENSOR.multinomial,
+    )
+)
+"""Draws that depend on values, which may differ between replicas."""
+
+_DRAWS = _IN_PLACE | _FACTORIES | _LIKE | _BY_VALUES
+
+
+def is_draw(func: Any) -> bool:
+    """Whether ``func`` may draw random numbers, or gives a tensor its first values."""
+    return func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init"
+
+
+def is_fill(func: Any) -> bool:
+    """Whether a function that `is_draw` names gives its first argument other values."""
+    return func in _IN_PLACE or func not in _DRAWS
+
+
+def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` draws from ``kwargs["generator"]``, where that is; what a fill draws, in a tensor of its own."""
+    host = kwargs["generator"].device
+    if is_fill(func):
+        target = args[0] if args else kwargs["tensor"]
+        rest = {name: value for name, value in kwargs.items() if name != "tensor"}
+        return func(torch.empty(target.shape, dtype=target.dtype, device=host), *args[1:], **rest)
+    if func in _LIKE:
+        like = torch.empty(args[0].shape, dtype=args[0].dtype, device=host)
+        return func(like, *args[1:], **{**kwargs, "device": host})
+    if func in _FACTORIES or func is torch.normal:
+        return func(*args, **{**kwargs, "device": host})
+    return func(*(one.to(host) if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
+
+
+class Draws:
+    """What random functions mean in one pass.
+
+    ``from_outside``: whether the step was given a generator, rather than having made it.
+    ``share``: brings a tensor of the host to the devices, for all replicas.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        edits: Edits,
+        stream: RandomStream,
+        share: Callable[[torch.Tensor], torch.Tensor],
+        from_outside: Callable[[torch.Generator], bool],
+    ) -> None:
+        self._lanes, self._edits, self._stream = lanes, edits, stream
+        self._share, self._from_outside = share, from_outside
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any], plainly: Callable[[], Any]) -> Any:
+        """``plainly``: the call as any other is made."""
+        generator = kwargs.get("generator")
+        if generator is torch.default_generator:  # each replica's own, as where none is named
+            del kwargs["generator"]
+        elif generator is not None:
+            return self._by_generator(func, args, kwargs, generator)
+        is_shared = self._stream.seeded_in_step()
+        if is_fill(func):
+            return self._fill(func, args, kwargs, is_shared)
+        if not is_shared or self._lanes.is_inside_transform:
+            return plainly()
+        if func in _FACTORIES or (func in _LIKE and not self._is_lane(args, kwargs)):
+            with self._lanes.left("a random function"):
+                return plainly()
+        if func in _LIKE:
+            given = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            with self._lanes.left("a random function"):
+                return func(
+                    torch.empty(args[0].shape, dtype=given["dtype"], device=given["device"]), *args[1:], **kwargs
+                )
+        if _is_still(func, args, kwargs):
+            return plainly()
+        raise UnsupportedError(
+            f"{_name(func)} after torch.manual_seed in the same step: every replica would draw the same numbers then, "
+            f"and here replicas draw for what they have from one stream. It is at {current_place()}. Seed outside of "
+            "the step, where each replica gets a stream of its own, or draw with torch.rand(...) and compare."
+        )
+
+    def _is_lane(self, args: Any, kwargs: Any) -> bool:
+        return any(self._lanes.is_lane_tensor(one) for one in nest.leaves((list(args), kwargs)))
+
+    def _fill(self, func: Any, args: Any, kwargs: dict[str, Any], is_shared: bool) -> Any:
+        """Random values in place: each replica's own for what the step has made, for all the same else."""
+        target = args[0] if args else kwargs["tensor"]
+        if self._lanes.is_inside_transform:
+            return func(*args, **kwargs)
+        if self._lanes.is_lane_tensor(target):
+            if not is_shared:
+                return func(*args, **kwargs)
+            with self._lanes.left("a random function"):
+                drawn = func(torch.empty(target.shape, dtype=target.dtype, device=target.device), *args[1:], **kwargs)
+            with torch.no_grad():
+                return target.copy_(drawn)
+        if func in _IN_PLACE and not is_shared and self._edits.is_made(target):
+            self._edits.make_own(func, target)
+            return func(*args, **kwargs)
+        with self._lanes.left("a random initialisation"):
+            return func(*args, **kwargs)
+
+    def _by_generator(self, func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
+        """Drawn on the generator's device, as the numbers are that it is made for. From one that the step was given
+        the replicas draw one after the other; one that the step has made is each replica's, at the same place."""
+        if func in _BY_VALUES and self._is_lane(args, kwargs):
+            raise UnsupportedError(
+                f"{_name(func)} with a generator, for values that differ between replicas: its numbers are drawn where "
+                f"the generator is, before these values are there. It is at {current_place()}. Leave the generator "
+                "out, or draw with torch.rand(shape, generator=generator) and compare."
+            )
+        target = (args[0] if args else kwargs["tensor"]) if is_fill(func) else None
+        with self._lanes.left("a random function"):
+            draw = partial(on_host, func, args, kwargs)
+            is_own = self._from_outside(generator) and (target is None or self._edits.is_made(target))
+            drawn = [draw() for _ in self._lanes.active] if is_own else [draw()]
+            wanted = kwargs.get("dtype") or drawn[0].dtype
+            if is_own:
+                by_lane = dict(zip(self._lanes.active, drawn, strict=True))
+                stacked = torch.stack([by_lane.get(lane, drawn[0]) for lane in range(self._lanes.count)])
+                values = self._share(stacked)
+            else:
+                values = self._share(drawn[0].to(wanted))
+        result = self._lanes.hide(values) if is_own else values
+        if kwargs.get("requires_grad"):
+            result = result.detach()
+            self._lanes.behind(result).requires_grad_()
+        if target is None:
+            return result
+        if is_own and not self._lanes.is_lane_tensor(target):
+            self._edits.make_own(func, target)
+        with torch.no_grad():
+            return target.copy_(result)
+
+
+def _is_still(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function that can draw does not, by its arguments."""
+    if kwargs.get("training") is False or (func is F.dropout and args[2:3] == (False,)):
+        return True
+    place = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
+    if place is None:
+        return False
+    chance: float = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    return chance == 0.0
+
+
+def _name(func: Any) -> str:
+    return f"{getattr(func, '__name__', func)}"

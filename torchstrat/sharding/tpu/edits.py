@@ -1,0 +1,160 @@
+"""Operations in place within a step, whose target may be one tensor for all replicas."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchstrat.core import nest
+from torchstrat.core._torch_private import swap_tensor_impl
+from torchstrat.core.buffer_rules import is_statistic
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.variables import BufferSlot, VariableRegistry
+from torchstrat.replicas.state import DifferingEdits
+from torchstrat.sharding.tpu.backward import LaneBackward
+from torchstrat.sharding.tpu.lanes import Lanes
+
+_TENSOR: Any = torch.Tensor
+_ALIASES = frozenset((torch.detach, _TENSOR.detach, _TENSOR.data.__get__))
+"""Results that share memory with the argument, and are no views to autograd on all devices."""
+
+_NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
+
+
+def is_edit(func: Any) -> bool:
+    """Whether ``func`` writes to its first argument."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
+
+
+def _is_noted(notes: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
+    reference = notes.get(id(tensor))
+    return reference is not None and reference() is tensor
+
+
+class Edits:
+    """What edits mean in one pass."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        backward: LaneBackward,
+        registry: VariableRegistry,
+        merged: Callable[[Any, VariableAggregation, torch.Tensor], Any],
+        differing: DifferingEdits,
+    ) -> None:
+        """``merged``: over all replicas, of a buffer that they have changed differently, and that was so before."""
+        self._lanes, self._backward, self._registry, self._merged = lanes, backward, registry, merged
+        self._differing = differing
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._aliased: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def note_result(self, func: Any, args: Any, result: Any) -> None:
+        """Remember a tensor that the step has made: nobody outside of it knows it. One that shares memory with such a
+        tensor is none, and the tensor from then on cannot become each replica's own."""
+        if not isinstance(result, torch.Tensor) or self._lanes.is_lane_tensor(result):
+            return
+        of = [one for one in args if isinstance(one, torch.Tensor)]
+        if any(one is result for one in of):
+            return
+        if func in _ALIASES or result._is_view():
+            for one in of:
+                if _is_noted(self._made, one) or _is_noted(self._aliased, one):
+                    for alias in (one, result):
+                        self._aliased[id(alias)] = weakref.ref(alias)
+        elif getattr(func, "__name__", "") != "__get__":
+            self.note_made(result)
+
+    def note_made(self, tensor: torch.Tensor) -> None:
+        self._made[id(tensor)] = weakref.ref(tensor)
+
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made the memory of ``tensor``, so that no other run and no variable sees it."""
+        return _is_noted(self._made, tensor) or _is_noted(self._aliased, tensor)
+
+    def is_alone(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made ``tensor``, which shares memory with no other, for all replicas."""
+        return (
+            _is_noted(self._made, tensor)
+            and not _is_noted(self._aliased, tensor)
+            and not tensor.requires_grad
+            and not self._lanes.is_lane_tensor(tensor)
+        )
+
+    def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
+
+        Variables and gradients then take what the first replica makes of them, which is said once, and buffers what
+        their aggregation says (`BufferRules`), as on every strategy; a gradient that is copied into ``.grad`` is
+        combined. A tensor that the step has made becomes each replica's own (``total += loss``).
+        """
+        target = args[0]
+        if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
+            return do(*args, **kwargs)
+        if not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs))):
+            return do(*args, **kwargs)
+        variables = self._registry.tensors()
+        gradient_of = next((one for one in variables if one.grad is target), None)
+        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is target), None)
+        if gradient_of is None and slot is None and not any(one is target for one in variables):
+            self.make_own(func, target)
+            return do(*args, **kwargs)
+        if func is torch.Tensor.copy_ and gradient_of is not None:
+            return target.copy_(self._backward.combined_gradient(args[1]))
+        with self._lanes.left("an edit of a variable"):
+            expanded = self._lanes.stacked(target.detach()).clone()
+        edited = self._lanes.hide(expanded)
+        do(edited, *args[1:], **kwargs)
+        if slot is not None:
+            target.copy_(self._merged(edited, self._aggregation_of(slot, target), target.detach()))
+            return target
+        if gradient_of is not None:
+            self._differing.report([], [gradient_of])
+        else:
+            self._differing.report([target])
+        target.copy_(self._lanes.first(edited))
+        return target
+
+    def _aggregation_of(self, slot: BufferSlot, target: torch.Tensor) -> VariableAggregation:
+        module, name, rules = slot.module, slot.name, self._registry.buffer_rules
+        if rules.keeps_own(module, name):
+            raise UnsupportedError(
+                f"set_aggregation({type(module).__name__}, {name!r}, 'none') lets every replica keep its own value, "
+                "and on this strategy a buffer has one for all of them. Hand it to the step and return it: "
+                "state = strategy.run(step, args=(batch, state))."
+            )
+        if is_statistic(module, name):
+            return VariableAggregation.MEAN
+        return rules.aggregation_of(module, name, target, are_alike=True, training=module.training)
+
+    def make_own(self, func: Any, target: torch.Tensor) -> None:
+        """Let a tensor that a step made be each replica's own from now on, as the same object."""
+        with self._lanes.left("an edit in place"):
+            expanded = self._lanes.stacked(target).clone()
+        try:
+            if not self.is_alone(target):
+                raise RuntimeError("others may look at its values")
+            swap_tensor_impl(target, self._lanes.hide(expanded))
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{getattr(func, '__name__', func)} in place would write what differs between replicas into a tensor "
+                f"that they share ({error}). Write it out of place: total = total + value."
+            ) from error
+
+    def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """``tensor.grad = gradient``: what the replicas' gradients combine to."""
+        if self._lanes.is_lane_tensor(tensor):
+            if gradient is not None:
+                raise UnsupportedError(
+                    "a step assigned .grad of a tensor that differs between replicas; on this strategy only variables "
+                    "can be assigned a gradient."
+                )
+            self._lanes.behind(tensor).grad = None
+            return
+        if gradient is not None and self._lanes.is_lane_tensor(gradient):
+            gradient = self._backward.combined_gradient(gradient)
+        tensor.grad = gradient

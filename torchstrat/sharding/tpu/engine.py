@@ -1,0 +1,380 @@
+"""Replicas and their logical devices as one compiled program. See `lanes` for how a step runs for all of them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchstrat.core import context, nest, reduction
+from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.core.memory import Copies
+from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.run_options import RunOptions
+from torchstrat.core.values import DistributedValues, PerReplica, find_batch_info
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.data.layout import InputLayout
+from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
+from torchstrat.replicas.in_process.baton import WorkerThreads
+from torchstrat.replicas.state import DifferingEdits
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.tpu import lane_values
+from torchstrat.sharding.tpu.annotations import Annotations
+from torchstrat.sharding.tpu.backward import LaneWeights, Meet
+from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
+from torchstrat.sharding.tpu.feeding import Feeder, LanePlacement
+from torchstrat.sharding.tpu.global_view import record_global_view
+from torchstrat.sharding.tpu.inputs import Inputs, Pass, Stacked, global_inputs
+from torchstrat.sharding.tpu.lane_values import LaneValues
+from torchstrat.sharding.tpu.lanes import Lanes
+from torchstrat.sharding.tpu.limits import refused_program
+from torchstrat.sharding.tpu.passes import Passes
+from torchstrat.sharding.tpu.random_stream import RandomStream
+from torchstrat.sharding.tpu.recording import Recording
+from torchstrat.sharding.tpu.spmd import SpmdRuntime
+from torchstrat.sharding.tpu.step_mode import optimizers_watched
+from torchstrat.sharding.tpu.variables import DeviceVariables, ShardingOf
+
+
+class _Recordings(threading.local):
+    current: Recording | None = None
+
+
+class SpmdReplicas:
+    """The replicas of ``grid``, which are its first ``num_replicas`` rows; what lies behind are lanes without one."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        runtime: SpmdRuntime,
+        grid: DeviceGrid,
+        num_replicas: int,
+        gradient_op: ReduceOp,
+        sharding_of: ShardingOf | None,
+        max_different_graphs: int,
+    ) -> None:
+        self._strategy, self._runtime, self._grid = strategy, runtime, grid
+        self._num_replicas = num_replicas
+        self.gradient_op = gradient_op
+        self.registry = VariableRegistry(self._is_current)
+        self._differing = DifferingEdits(self.registry.describe)
+        self._variables = DeviceVariables(self.registry, runtime, grid, sharding_of)
+        self.annotations = Annotations(runtime, grid, self._variables)
+        self.log = CompilationLog(max_different_graphs, runtime.compiles)
+        self._feeder = Feeder(runtime, grid)
+        self._stream = RandomStream(runtime)
+        self._recordings = _Recordings()
+        self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
+        self._entry = threading.Lock()
+        self._closed = False
+        self._weights = StepWeights((), None)
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        return self._num_replicas
+
+    @property
+    def local_replicas(self) -> tuple[int, ...]:
+        return tuple(range(self._num_replicas))
+
+    @property
+    def communication(self) -> str:
+        return "collectives that XLA compiles into the step"
+
+    @property
+    def is_chief(self) -> bool:
+        return True
+
+    @property
+    def everyone(self) -> None:
+        return None
+
+    @property
+    def layout(self) -> InputLayout:
+        several = self._num_replicas > 1
+        return InputLayout(
+            num_replicas=self._num_replicas,
+            local_replicas=self.local_replicas,
+            devices=(self._runtime.device,) * self._num_replicas,
+            num_workers=1,
+            worker_index=0,
+            always_wrap=False,
+            communicator=None,
+            per_replica_input=self._strategy._per_replica_input,
+            placement=LanePlacement(self._feeder) if several else None,
+            join=lane_values.join if several else None,
+        )
+
+    @property
+    def rounds(self) -> None:
+        return None
+
+    def device_of_replica(self, replica: int) -> str:
+        return f"{self._runtime.device.type}:{self._runtime.device.index or 0}"
+
+    @property
+    def replica_states(self) -> RandomStream:
+        return self._stream
+
+    def copies(self) -> list[Copies]:
+        """Every device holds what is not cut; what is cut takes less."""
+        kind = self._runtime.device.type
+        return [Copies(f"{kind}:{device}", 1, 1, 1, 1, 0) for row in self._grid.devices for device in row]
+
+    def _is_current(self) -> bool:
+        return context.get_strategy() is self._strategy
+
+    def scope_opened(self) -> None:
+        self._require_open()
+        self.registry.open()
+
+    def scope_closed(self, *, failed: bool = False) -> None:
+        self.registry.close()
+        if not failed:
+            self._variables.take()
+
+    def check_replicas(self, when: str) -> None:
+        """There is one program, and one value of each variable."""
+
+    def set_no_sync(self, active: bool) -> None:
+        """Gradients are combined by the compiled program where they are added up: the sums are the same."""
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ContextError(f"{self._strategy!r} has been closed.")
+
+    # -- run --------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None = None
+    ) -> Any:
+        self._require_open()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # the same numbers; see `RecordedMode`
+                return self.run(fn, args, kwargs, options)
+        options = RunOptions() if options is None else options
+        if options.xla_options is not None:
+            raise UnsupportedError(
+                f"xla_options={options.xla_options!r:.80}: torch_xla has no options for a single program; set "
+                "XLA_FLAGS before the program starts."
+            )
+        weights = StepWeights(range(self._num_replicas), find_batch_info((args, kwargs)))
+        with self._exclusively():
+            adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
+            if adopted:
+                warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=5)
+            if not weights.active:
+                return PerReplica(())
+            self._variables.take()
+            record: Callable[[], Any]
+            if options.global_view:
+                inputs = global_inputs(args, kwargs, weights.active, self._feeder)
+                signature = _signature(fn, [Pass((), *inputs)])
+                record = partial(self._record_global, fn, *inputs)
+            else:
+                passes = Inputs(args, kwargs, weights.active, self._feeder).passes()
+                signature = _signature(fn, passes)
+                record = partial(self._record_all, fn, passes, weights)
+            if not options.enable_dynamic_batch_size:
+                self.log.require_same_shapes(signature)
+            self._weights = weights
+            result = self._run(signature, record)
+        for leaf in nest.leaves(result):
+            if isinstance(leaf, PerReplica):
+                leaf.weights = weights
+        return result
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if not self._entry.acquire(blocking=False):
+            raise ContextError(
+                f"run of {self._strategy!r} was called while another run of it goes on, in another thread. One "
+                "strategy makes one run at a time."
+            )
+        try:
+            yield
+        finally:
+            self._entry.release()
+
+    def _run(self, signature: Signature, record: Callable[[], Any]) -> Any:
+        self.log.admit(signature)
+        if self._runtime.has_recorded():
+            # What the loop has done since the last run is no part of the step's program. Otherwise nothing is done:
+            # it would wait for the program that still runs, and recording goes on beside it.
+            self._runtime.execute()
+        self._stream.begin()
+        try:
+            with self._runtime.tracing(), optimizers_watched():
+                result = record()
+        finally:
+            self._stream.end()
+        self._variables.take()
+        self._variables.keep_shardings()
+        try:
+            self.log.execute(signature, self._runtime.execute)
+        except (RuntimeError, ValueError) as error:
+            raise refused_program(error) from error
+        for leaf in nest.leaves(result):
+            if isinstance(leaf, LaneValues):
+                leaf.is_settled = True
+        return result
+
+    def _record_all(self, fn: Callable[..., Any], passes: Sequence[Pass], weights: StepWeights) -> Any:
+        all_weights: list[LaneWeights] = []
+        for one in passes:
+            lanes = Lanes(self._grid.num_replicas, one.replicas)
+            LaneWeights(lanes, self.gradient_op, [weights.of(replica) for replica in one.replicas], all_weights)
+        if len(passes) == 1:
+            result = self._record(fn, passes[0], all_weights[0], _alone)
+            if len(passes[0].replicas) > 1 or self._num_replicas == 1:
+                return result
+            return regroup({passes[0].replicas[0]: result}, is_all=False)  # its numbers are its own, as everywhere
+        together = Passes(self.registry, len(passes), self._threads)
+
+        def body(index: int) -> Any:
+            return self._record(fn, passes[index], all_weights[index], together.meet)
+
+        return lane_values.join_passes(together.run(body), [one.replicas for one in passes])
+
+    def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, meet: Meet) -> Any:
+        recording = Recording(
+            self._strategy,
+            self.registry,
+            self._feeder,
+            self._num_replicas,
+            weights,
+            meet,
+            self._grid.num_logical_devices,
+            self._stream,
+            self._differing,
+        )
+        self._recordings.current = recording
+        try:
+            return recording.record(fn, one, self._runtime.device)
+        finally:
+            self._recordings.current = None
+
+    def _record_global(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        logical = self._grid.num_logical_devices
+        return record_global_view(self._strategy, fn, args, kwargs, self._runtime.device, logical, self._stream)
+
+    # -- in a step --------------------------------------------------------------------------------------------------
+
+    def _recording(self, call: str) -> Recording:
+        """The pass that this thread records."""
+        if self._recordings.current is None:
+            raise ContextError(
+                f"{call} was called where no step runs replica by replica: with global_view=True a step sees all "
+                "replicas' rows already, and needs no collectives."
+            )
+        return self._recordings.current
+
+    def cut(self, tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        """``tensor`` of a replica, cut over its logical devices, and its gradient with it."""
+        recording = self._recordings.current
+        if recording is not None and recording.is_input(tensor):
+            self._feeder.remember_cut(recording.lanes.behind(tensor), sharding.stacked())
+        return self.annotations.cut(tensor, sharding, None if recording is None else recording.lanes)
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        recording = self._recording("all_reduce")
+        return nest.map_structure(lambda leaf: recording.all_reduce(op, leaf), value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        recording = self._recording("all_gather")
+        return nest.map_structure(lambda leaf: recording.all_gather(leaf, axis), value)
+
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._recording("merge_call").merge_call(fn, args, kwargs)
+
+    def set_weight(self, weight: Any) -> None:
+        recording = self._recordings.current
+        if recording is None:
+            return
+        recording.weights.give(weight)
+        for replica in recording.lanes.active:
+            if isinstance(weight, torch.Tensor):
+                self._weights.hide(replica)  # a number of the program that is being recorded
+            else:
+                self._weights.override(replica, float(weight))
+
+    def relative_weight(self) -> float:
+        raise ContextError(
+            "relative_weight is the weight of one replica; a step of this strategy runs for all at once."
+        )
+
+    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if layer.momentum is None:
+            raise UnsupportedError(
+                "momentum=None counts batches on the host, which a recorded step cannot; give the layer a momentum."
+            )
+        if layer.num_batches_tracked is not None and layer.track_running_stats:
+            layer.num_batches_tracked.add_(1)
+        return self._recording("batch normalisation over all replicas").sync_batch_norm(layer, x)
+
+    # -- cross-replica context --------------------------------------------------------------------------------------
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+        if not isinstance(value, DistributedValues):
+            return reduction.reduce_plain(op, value, axis, self._num_replicas)
+        if isinstance(value, LaneValues) and axis is None and op in value.totals:
+            return value.totals[op]
+        return reduction.reduce_components(op, self._looked_at(value), axis)
+
+    def weighted_mean(self, value: Any) -> Any:
+        if not isinstance(value, PerReplica):
+            return reduction.weighted_mean_of(value, self._num_replicas)
+        weights = reduction.require_known(value.known_weights())
+        return reduction.weighted_mean(self._looked_at(value), weights)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        if isinstance(value, DistributedValues):
+            return reduction.gather_components(self._looked_at(value), axis)
+        return reduction.gather_plain(value, axis)
+
+    def _looked_at(self, value: DistributedValues[Any]) -> list[Any]:
+        """The components of a value, on the host: on the devices, each combination would be a program of its own."""
+        if self._recordings.current is not None:
+            return list(value.values)
+        return [one.cpu() if isinstance(one, torch.Tensor) else one for one in value.values]
+
+
+def _alone(call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+    """`Passes.meet` of a run with one pass."""
+    return combine({0: payload})[0]
+
+
+def _signature(fn: Callable[..., Any], passes: Sequence[Pass]) -> Signature:
+    inner = inspect.unwrap(fn)  # torch.no_grad() makes a wrapper of one place for all functions
+    code = getattr(inner, "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    inputs: list[tuple[str, str]] = []
+    for one in passes:
+        whose = "" if len(passes) == 1 else f"{OF_SOME_REPLICAS}{', '.join(map(str, one.replicas))}]: "
+        inputs += [(whose + path, text) for path, text in describe_inputs(*_of_a_lane(one))]
+    return Signature(f"{name}{place}", tuple(inputs), tuple(replica for one in passes for replica in one.replicas))
+
+
+def _of_a_lane(one: Pass) -> tuple[Any, Any]:
+    def show(leaf: Any) -> Any:
+        return (
+            torch.empty(leaf.tensor.shape[1:], dtype=leaf.tensor.dtype, device="meta")
+            if isinstance(leaf, Stacked)
+            else leaf
+        )
+
+    shown: tuple[Any, Any] = nest.map_structure(show, (one.args, one.kwargs))
+    return shown

@@ -1,0 +1,131 @@
+"""All replicas of a step at once: one function call over a hidden first dimension, one *lane* per replica.
+
+The step sees the tensors of one replica. Below it every one of them has a first dimension more, which the runtime cuts
+over the replicas' devices. There may be more lanes than replicas that work: a program always runs on all devices, so
+lanes without a replica, or whose replica sits this pass out, compute on copies of another's input and count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.sharding.tpu import _functorch_private as functorch
+from torchstrat.sharding.tpu.kept import Notes
+
+
+def steps_own_tensors(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of the step's own steps what differs between replicas, and no variables.
+
+    Raises:
+        UnsupportedError: it steps both.
+    """
+    own = {functorch.is_batched(one) for group in optimizer.param_groups for one in group["params"]}
+    if len(own) > 1:
+        raise UnsupportedError(
+            f"a step's {type(optimizer).__name__} has both variables, which all replicas share on this strategy, and "
+            "tensors that the step has made, which are each replica's own. Use an optimizer for each of the two."
+        )
+    return True in own
+
+
+class Lanes:
+    """One pass of a step over ``count`` lanes. ``active``: the lanes that are replicas and count, in order.
+
+    Only the thread that entered it uses it, and only until it is left.
+    """
+
+    def __init__(self, count: int, active: Sequence[int]) -> None:
+        self.count = count
+        self.active = tuple(active)
+        self._level = 0
+        self.notes = Notes()
+        """Of what the step may keep."""
+
+    @property
+    def all_active(self) -> bool:
+        return len(self.active) == self.count
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """In this block operations on lane tensors are those of each lane; random numbers differ between lanes."""
+        self._level = functorch.push_level(self.count, "different")
+        try:
+            yield
+        finally:
+            self.notes.close(self.is_lane_tensor)
+            functorch.pop_level()
+
+    @property
+    def is_inside_transform(self) -> bool:
+        """Whether the step is in a transform of ``torch.func`` of its own at this moment."""
+        return len(functorch.interpreters() or ()) > 1
+
+    @property
+    def is_at_level(self) -> bool:
+        """Whether the code that runs is that of each lane: neither in `left` nor in a transform of its own."""
+        return len(functorch.interpreters() or ()) == 1
+
+    @contextmanager
+    def left(self, call: str) -> Iterator[list[Any]]:
+        """In this block, inside of `entered`, tensors are what they are to the program: whole.
+
+        Raises:
+            UnsupportedError: the step is in a mapping or a gradient of ``torch.func`` of its own.
+        """
+        if self.is_inside_transform:
+            raise UnsupportedError(
+                f"{call} was called inside a transform of torch.func (vmap, grad, jvp, …) within the step. Call it "
+                "outside of the transform; gradients inside of it come from torch.func.grad itself."
+            )
+        with functorch.leave_levels() as levels:
+            yield levels
+
+    def is_lane_tensor(self, value: Any) -> bool:
+        """Whether ``value`` differs, or may, from lane to lane."""
+        return isinstance(value, torch.Tensor) and functorch.is_batched(value)
+
+    def hide(self, stacked: torch.Tensor) -> torch.Tensor:
+        """``stacked[lane]`` for the code of each lane. Call it at the level, or in `left`."""
+        hidden = functorch.add_batch_dim(stacked, 0, self._level)
+        self.notes.add(hidden)
+        return hidden
+
+    def hide_as(self, behind: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+        """As `hide`, for a tensor of the layout of the one behind ``example``."""
+        hidden = functorch.add_batch_dim(behind, functorch.batch_dim_of(example), self._level)
+        self.notes.add(hidden)
+        return hidden
+
+    def dim_of(self, value: torch.Tensor) -> int:
+        """Which dimension of the tensor behind the lane tensor ``value`` is that of the lanes."""
+        return functorch.batch_dim_of(value)
+
+    def stacked(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor ``[lanes, …]`` behind what the lanes see; of a tensor they share, as often as there are lanes.
+
+        Call it in `left`."""
+        if not functorch.is_batched(value):
+            return value.unsqueeze(0).expand(self.count, *value.shape)
+        return functorch.unwrapped(value).movedim(functorch.batch_dim_of(value), 0)
+
+    def behind(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor of all lanes of which ``value`` shows one, as it lies; a tensor that the lanes share as it is."""
+        return functorch.unwrapped(value) if self.is_lane_tensor(value) else value
+
+    def first(self, value: Any) -> Any:
+        """What the first active lane has, as a tensor that the lanes share; anything but a lane tensor as it is."""
+        if not self.is_lane_tensor(value):
+            return value
+        with functorch.leave_levels():
+            return self.stacked(value)[self.active[0]]
+
+    def mask(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]``, real, of ``like``'s precision and device: 1 for the active ones, else 0."""
+        values = [1 if lane in self.active else 0 for lane in range(self.count)]
+        return torch.tensor(values, dtype=like.dtype.to_real() if like.is_complex() else like.dtype, device=like.device)

@@ -1,0 +1,168 @@
+"""What a recorded step cannot do, in words that help: functorch's errors are about functorch."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from torchstrat.core import nest
+from torchstrat.core._torch_private import untouched_by_surroundings
+from torchstrat.core.errors import TorchstratError, UnsupportedError
+from torchstrat.sharding.tpu._functorch_private import leave_levels
+from torchstrat.sharding.tpu.places import current_place, place_of
+
+GLOBAL_VIEW = (
+    "run the step with options=ts.RunOptions(global_view=True), where it sees the global batch as one and is not "
+    "mapped over replicas"
+)
+
+
+class _Limit(NamedTuple):
+    """``pattern``: of functorch's message, with a group for what it is about; ``meaning``: what to tell the user."""
+
+    pattern: str
+    meaning: str
+
+
+_LIMITS = (
+    _Limit(
+        r"Batching rule not implemented for (\S+?)[.;]?\s",
+        "{0} cannot run for all replicas at once: torch.vmap has no rule for it. Use operations that can, or {view}.",
+    ),
+    _Limit(
+        r"(autograd\.Function) with functorch transforms",
+        "the step used a torch.{0} that cannot run for all replicas at once. torch.utils.checkpoint and backward hooks "
+        "of modules are made of such functions, too. Give one of your own a setup_context and "
+        "generate_vmap_rule = True; else {view}.",
+    ),
+    _Limit(
+        r"(module 'torch' has no attribute 'xla')",
+        "torch.utils.checkpoint does not know these devices ({0}); {view}, and use torch_xla's own checkpoint.",
+    ),
+    _Limit(
+        r"(You tried to vmap over \S+)",
+        "an operation met a tensor of another replica's shape ({0}); torch.utils.checkpoint, which computes again in "
+        "the backward pass, does so. For checkpoints {view}.",
+    ),
+    _Limit(
+        r"(tensor) may have escaped",
+        "a {0} was used outside of the run that it belongs to: kept from an earlier run, or computed again by "
+        "torch.utils.checkpoint. Return tensors from the step to keep them; for checkpoints {view}.",
+    ),
+    _Limit(
+        r"(?:vmap: )?(\S+)\(self, \*extra_args\) is not possible",
+        "{0}, an operation in place, would write what differs between replicas into a tensor that they share. Write it "
+        "out of place: total = total + value.",
+    ),
+    _Limit(
+        r"(data-dependent control flow|calling \.item\(\) on a Tensor)",
+        "the step needs the value of a tensor ({0}), which is not there before it has been recorded and run. Return "
+        "the tensor and read it outside of run, or write the condition with torch.where.",
+    ),
+    _Limit(
+        r"from the '(Sparse\w*)' backend",
+        "the step made a sparse tensor ({0}), which these devices do not have. Make embeddings with sparse=False, and "
+        "use an optimizer of dense gradients.",
+    ),
+    _Limit(
+        r"(one of the variables needed for gradient computation has been modified by an inplace operation)",
+        "{0}: write it out of place (x = x + 1 for x += 1).",
+    ),
+    _Limit(
+        r"When vmap-ing (\S+), please provide",
+        "{0} would look at its values for a size; give the size as an argument, as num_classes is.",
+    ),
+    _Limit(
+        r"(dynamic shapes?|dynamic sizes?)",
+        "the step uses an operation whose result has a shape that depends on values ({0}). Keep the shape and mask: "
+        "torch.where(condition, value, 0).",
+    ),
+)
+
+
+def explained(error: Exception, place: str | None = None) -> Exception:
+    """``error``, which the step raised while it was recorded, or what it means. ``place``: where, if that is known."""
+    if type(error) not in (RuntimeError, NotImplementedError, AttributeError):
+        return error
+    text = str(error)
+    for limit in _LIMITS:
+        found = re.search(limit.pattern, text)
+        if found is not None:
+            meaning = limit.meaning.format(found[1], view=GLOBAL_VIEW)
+            return UnsupportedError(f"{meaning} It is at {place or place_of(error)}. (PyTorch said: {text[:200]})")
+    return error
+
+
+_ONLY_ELSEWHERE = {"fused": "its kernels are those of other devices", "capturable": "it is for CUDA graphs"}
+
+
+def require_possible(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedError` where a step of these devices' variables is beyond PyTorch."""
+    groups = optimizer.param_groups
+    if all(parameter.device.type == "cpu" for group in groups for parameter in group["params"]):
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            f"{name} steps on sparse gradients, which these devices do not have. Use torch.optim.Adam, and embeddings "
+            "with sparse=False."
+        )
+    for option, why in _ONLY_ELSEWHERE.items():
+        if any(group.get(option) for group in groups):
+            raise UnsupportedError(
+                f"{name} has {option}=True, which these devices do not have: {why}. Leave {option} out; the whole step "
+                "is compiled into one program as it is."
+            )
+
+
+def named(error: Exception, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Exception:
+    """What ``func`` raised: the user's mistake as it is, and what only this strategy cannot do in its words.
+
+    It is the user's where the same call fails without values, lanes and compiler.
+    """
+    known = explained(error, current_place())
+    if known is not error or isinstance(error, TorchstratError) or func is torch.Tensor.backward:
+        return known
+    if not any(_runs_plainly(func, args, kwargs, device, elsewhere) for elsewhere in ("meta", "cpu")):
+        return error
+    name = getattr(func, "__name__", str(func))
+    said = str(error).strip().partition("\n")[0]
+    return UnsupportedError(
+        f"{name} cannot run in a step of this strategy as it is called at {current_place()}: for all replicas at once, "
+        f"or by this compiler, there is no way. Write it with other operations, or {GLOBAL_VIEW}. "
+        f"(It said: {said[:200]})"
+    )
+
+
+def refused_program(error: Exception) -> Exception:
+    """What the compiler said to a whole step, which no line of it raised."""
+    if isinstance(error, TorchstratError):
+        return error
+    return UnsupportedError(
+        "the compiler cannot run the step that was recorded: one of its operations is beyond it, mostly for tensors "
+        f"with dimensions of size 0 or 1. Leave operations out to find which, or write it with others. (It said: "
+        f"{str(error).strip()[:300]})"
+    )
+
+
+def _runs_plainly(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device, elsewhere: str) -> bool:
+    """On another device, where not every operation exists for shapes alone."""
+    with leave_levels(), untouched_by_surroundings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            func(*_without_values(list(args), device, elsewhere), **_without_values(kwargs, device, elsewhere))
+        except Exception:
+            return False
+    return True
+
+
+def _without_values(value: Any, device: torch.device, elsewhere: str) -> Any:
+    def bare(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device == device:
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=elsewhere)
+        return leaf
+
+    return nest.map_structure(bare, value)

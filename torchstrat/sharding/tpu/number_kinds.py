@@ -1,0 +1,130 @@
+"""Complex numbers in a step: what this compiler computes with them rightly, and what is computed by their parts.
+
+torch_xla 2.9 has other values or gradients for many functions of complex numbers (quotients, cross products, ``tanh``)
+and none for others. Those of `_RIGHT` have been compared with the host's, values and gradients; the rest is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.sharding.tpu.named_functions import members
+from torchstrat.sharding.tpu.places import current_place
+
+Tensor = torch.Tensor
+_TENSOR: Any = torch.Tensor
+
+_RIGHT_NAMES = """
+    H T __reversed__ __add__ __array__ __bool__ __contains__ __eq__ __format__ __getitem__ __hash__ __iter__ __len__
+    __matmul__ __mul__ __ne__ __neg__ __pos__ __radd__ __repr__ __rmatmul__ __rmul__ __rsub__ __setitem__
+    __sub__ _backward_hooks _is_view _version acos acosh add add_ addcmul addr alias_copy allclose as_tensor
+    asarray asin asinh atan atanh atleast_1d atleast_2d atleast_3d backward baddbmm block_diag bmm
+    broadcast_tensors broadcast_to cartesian_prod cat cdouble cfloat chunk clone combinations complex concat
+    concatenate conj contiguous copy_ cos cosh cpu data detach detach_ device diag diag_embed diagonal
+    diagonal_copy diagonal_scatter dim double dsplit dstack dtype element_size empty_like eq equal exp expand
+    expand_as expand_copy expm1 fill fill_ flatten flip fliplr flipud full full_like get_device grad grad_fn
+    hsplit hstack imag index_select inner is_complex is_conj is_contiguous is_cuda is_floating_point is_leaf
+    is_meta is_neg is_nested is_quantized is_same_size is_signed is_sparse is_xla isclose isfinite isreal item
+    itemsize kron layout lerp linear log log1p logical_and logical_not logical_or logical_xor mH mT masked_fill
+    masked_fill_ matmul meshgrid moveaxis movedim mul mul_ multiply mv name names narrow_copy nbytes ndim
+    ndimension ne neg neg_ negative nelement new_empty new_full new_ones new_zeros numel numpy ones_like outer
+    output_nr permute permute_copy polar positive pow randn_like ravel real reciprocal register_hook
+    requires_grad requires_grad_ reshape reshape_as resolve_conj resolve_neg retain_grad rot90 rsqrt rsub
+    scatter scatter_add select shape short silu sin sinh size split split_with_sizes sqrt square squeeze
+    squeeze_copy stack storage_offset stride sub sub_ subtract sum sum_to_size swapaxes swapdims t
+    take_along_dim tan tensordot to tolist trace transpose transpose_copy tril triu type type_as unbind
+    unflatten unsafe_chunk unsafe_split unsqueeze unsqueeze_copy view view_as view_as_complex view_copy vsplit
+    vstack where zero_ zeros_like
+"""
+
+
+_RIGHT = members(_RIGHT_NAMES.split(), torch, torch.Tensor, F) | {_TENSOR.grad.__set__}
+
+
+def _imaginary(x: Tensor) -> Tensor:
+    return x.resolve_conj().imag  # what is conjugate only by name has no part that can be mapped over lanes
+
+
+def _absolute(input: Tensor, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+    result = torch.linalg.vector_norm(_pair(input), dim=-1)
+    return result if out is None else out.copy_(result)
+
+
+def _angle(input: Tensor, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+    result = torch.atan2(_imaginary(input), input.real)
+    return result if out is None else out.copy_(result)
+
+
+def _quotient(input: Any, other: Any, *, rounding_mode: None = None) -> Any:  # noqa: A002 - torch's name
+    if not isinstance(other, Tensor) or not other.is_complex():
+        return input * (1.0 / other)
+    squares = other.real.square() + _imaginary(other).square()
+    return input * other.conj() * squares.reciprocal()
+
+
+def _divided(input: Any, other: Any) -> Any:  # noqa: A002 - torch's name
+    return _quotient(other, input)
+
+
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:  # noqa: A002
+    x = input if dtype is None else input.to(dtype)
+    total = x.sum() if dim is None else x.sum(dim, keepdim)
+    return total * (total.numel() / x.numel() if x.numel() else float("nan"))
+
+
+def _pair(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    return torch.stack([input.real, _imaginary(input)], dim=-1)
+
+
+def _conjugate(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    return torch.complex(input.real, -_imaginary(input))
+
+
+_BY_PARTS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute),
+    **dict.fromkeys((torch.angle, Tensor.angle), _angle),
+    **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _quotient),
+    **dict.fromkeys((Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__), _quotient),
+    Tensor.__rtruediv__: _divided,
+    _TENSOR.__rdiv__: _divided,
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
+    **dict.fromkeys((torch.view_as_real,), _pair),
+    **dict.fromkeys((torch.conj_physical, Tensor.conj_physical), _conjugate),
+}
+
+
+def is_any_complex(args: Any) -> bool:
+    """Whether a tensor among them, or in a list among them, is complex."""
+    for one in args:
+        if isinstance(one, Tensor):
+            if one.dtype.is_complex:
+                return True
+        elif isinstance(one, list | tuple) and is_any_complex(one):
+            return True
+    return False
+
+
+def of_complex(func: Any) -> Callable[..., Any]:
+    """What to call for ``func`` of complex numbers.
+
+    Raises:
+        UnsupportedError: nothing is known to be right.
+    """
+    replacement = _BY_PARTS.get(func)
+    if replacement is not None:
+        return replacement
+    if func in _RIGHT or func in _TRANSFORMS:
+        return func  # type: ignore[no-any-return]
+    raise UnsupportedError(
+        f"{getattr(func, '__name__', func)} of complex numbers in a step: this strategy's compiler is not known to "
+        f"have its values and gradients (at {current_place()}). Write it with the real and the imaginary part: x.real, "
+        "x.imag, torch.complex(real, imag)."
+    )
+
+
+_TRANSFORMS = frozenset(member for member in vars(torch.fft).values() if callable(member))

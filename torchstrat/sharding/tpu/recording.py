@@ -1,0 +1,260 @@
+"""One pass of a step while its thread records it: what the lanes see, what they do together, what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchstrat.core import nest
+from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.errors import WrongTypeError
+from torchstrat.core.reachable import Start
+from torchstrat.core.reduction import ReduceOp, VariableAggregation, as_tensor
+from torchstrat.core.values import DistributedValues, PerReplica
+from torchstrat.core.variable.aggregation import Given
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.replicas.state import DifferingEdits
+from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights, Meet
+from torchstrat.sharding.tpu.cross_lanes import CrossLanes, all_gather, all_reduce
+from torchstrat.sharding.tpu.draws import Draws
+from torchstrat.sharding.tpu.edits import Edits
+from torchstrat.sharding.tpu.feeding import Feeder
+from torchstrat.sharding.tpu.inputs import Inputs, Pass, Stacked
+from torchstrat.sharding.tpu.lane_values import LaneValues, join_passes
+from torchstrat.sharding.tpu.limits import explained, refused_program
+from torchstrat.sharding.tpu.random_stream import RandomStream
+from torchstrat.sharding.tpu.rewrites import Rewrites
+from torchstrat.sharding.tpu.step_mode import StepMode
+
+MOST_ENTRIES_TOTALLED = 1024
+
+
+class Recording:
+    """Made for one pass of one run.
+
+    Args:
+        known: ids of objects that a step may return and that are one for all replicas.
+        meet: how the passes of the run do something together.
+        logical_devices: of each replica.
+        stream: of random numbers.
+        differing: says once what replicas have changed differently.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        registry: VariableRegistry,
+        feeder: Feeder,
+        num_replicas: int,
+        weights: LaneWeights,
+        meet: Meet,
+        logical_devices: int,
+        stream: RandomStream,
+        differing: DifferingEdits,
+    ) -> None:
+        self._stream, self._differing = stream, differing
+        self._strategy, self._registry, self._feeder = strategy, registry, feeder
+        self._num_replicas, self._meet = num_replicas, meet
+        self.weights, self.lanes = weights, weights.lanes
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._together = CrossLanes(self.lanes, weights)
+        self._rewrites = Rewrites(self.mean_over_replicas, self.sum_over_replicas, logical_devices=logical_devices)
+
+    def record(self, fn: Callable[..., Any], one: Pass, device: torch.device) -> Any:
+        """Call ``fn`` for the pass's replicas; its result as `run` returns it, if there is no other pass."""
+        lanes = self.lanes
+        known = _known_objects(self._registry, one)
+        backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
+        self._edits = edits = Edits(lanes, backward, self._registry, self.merged, self._differing)
+        draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
+        mode = StepMode(lanes, backward, edits, draws, self._rewrites, device)
+        with lanes.entered():
+            args, kwargs = nest.map_structure(
+                lambda leaf: lanes.hide(leaf.tensor.detach()) if isinstance(leaf, Stacked) else leaf,
+                (one.args, one.kwargs),
+            )
+            self._inputs = {id(leaf): leaf for leaf in nest.leaves((args, kwargs)) if lanes.is_lane_tensor(leaf)}
+            context = ReplicaContext(self._strategy, self._replica_id(one))
+            try:
+                with enter(self._strategy, context), mode.active():
+                    returned = fn(*args, **kwargs)
+            except (RuntimeError, AttributeError) as error:
+                reason = explained(error)
+                if reason is error:
+                    raise
+                raise reason from error
+            with lanes.left("run"):
+                try:
+                    return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                except RuntimeError as error:  # what the step has made is no tensor of these devices
+                    raise refused_program(error) from error
+
+    def _replica_id(self, one: Pass) -> Any:
+        """Each lane's replica; a lane that is nobody's takes part as the first one."""
+        if self._num_replicas == 1:
+            return 0
+        ids = [lane if lane in one.replicas else one.replicas[0] for lane in range(self.lanes.count)]
+        return self.lanes.hide(self._feeder.stack([torch.tensor(replica) for replica in ids]))
+
+    def _collect(self, known: dict[int, torch.Tensor], leaf: Any) -> Any:
+        """A result of the step as `run` returns it; what a replica assigns to a `Variable` likewise."""
+        if isinstance(leaf, Given):
+            value = self._collect(known, leaf.value)
+            ids = self.lanes.active
+            own = value.values if isinstance(value, PerReplica) else [value] * len(ids)
+            return PerReplica([Given(one) for one in own], replica_ids=ids)
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in known:
+            return leaf
+        lanes, stacked = self.lanes, self.lanes.stacked(leaf)
+        if self._num_replicas == 1:
+            return stacked[lanes.active[0]]
+        if lanes.active != tuple(range(self._num_replicas)):
+            return PerReplica([stacked[lane] for lane in lanes.active], replica_ids=lanes.active)
+        if not lanes.is_lane_tensor(leaf):
+            stacked = stacked.clone()
+        # Small results are what loops reduce after each step: done here, the sum and the mean cost nothing, and nobody
+        # has to wait for them.
+        totals: dict[ReduceOp, torch.Tensor] = {}
+        # (The compiler has no means of complex numbers; results of that kind are reduced when somebody asks.)
+        if stacked.is_floating_point() and stacked[0].numel() <= MOST_ENTRIES_TOTALLED:
+            components = stacked[: self._num_replicas]
+            totals = {ReduceOp.SUM: components.sum(dim=0), ReduceOp.MEAN: components.mean(dim=0)}
+        return LaneValues(stacked, self._num_replicas, totals=totals, is_settled=False)
+
+    # -- what replicas do together ----------------------------------------------------------------------------------
+
+    def all_reduce(self, op: ReduceOp, leaf: Any) -> torch.Tensor:
+        """See `ReplicaContext.all_reduce`, for one tensor."""
+        tensor = as_tensor(leaf, "all_reduce")
+        if tensor.dtype == torch.bool:
+            raise WrongTypeError(
+                "all_reduce cannot combine bool tensors; convert them to an integer or floating dtype first."
+            )
+        with self.lanes.left("all_reduce"):
+            active = self._together.active(self.lanes.stacked(self._feeder.share(tensor)))
+            total = self._meet(f"all_reduce({op.value.lower()})", active, _reducing(op))
+            return self._for_all(total)
+
+    def _for_all(self, combined: torch.Tensor) -> torch.Tensor:
+        """What replicas have combined, for the step's code: one tensor that they share, so that what is made of it
+        alone differs no more than it does; with gradients one for each, since these may."""
+        if combined.requires_grad:
+            return self.lanes.hide(self._together.arrive(combined))
+        shared = combined.clone()  # every pass may write to its own
+        self._edits.note_made(shared)
+        return shared
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Added up as on one device with the global batch, gradients too: they flow between replicas as they are."""
+        call = "batch normalisation over all replicas"
+        with self.lanes.left(call):
+            active = self._together.only_active(self.lanes.stacked(tensor))
+            total = self._meet(call, active, _reducing(ReduceOp.SUM))
+            stacked = total.unsqueeze(0).expand(self.lanes.count, *total.shape).clone()
+        return self.lanes.hide(stacked)
+
+    def mean_over_replicas(self, value: Any) -> Any:
+        """See `merged`, of statistics."""
+        return self.merged(value, VariableAggregation.MEAN)
+
+    def merged(self, value: Any, aggregation: VariableAggregation, before: torch.Tensor | None = None) -> Any:
+        """What becomes of a buffer that the replicas have changed differently: the mean, of integers the first one's;
+        the first one's; or what it was ``before`` and the sum of their changes. Anything but a lane tensor as it is. No
+        gradients."""
+        lanes = self.lanes
+        if not lanes.is_lane_tensor(value):
+            return value
+        is_number = value.is_floating_point() or value.is_complex()
+
+        def combine(payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            rows = torch.cat(list(payloads.values())) if len(payloads) > 1 else next(iter(payloads.values()))
+            if aggregation is VariableAggregation.SUM:
+                assert before is not None
+                return dict.fromkeys(payloads, before + (rows - before).sum(dim=0))
+            is_mean = is_number and aggregation is VariableAggregation.MEAN
+            return dict.fromkeys(payloads, rows.mean(dim=0) if is_mean else rows[0])
+
+        with lanes.left("an edit of a buffer"):
+            active = self._together.of_active(lanes.stacked(value).detach())
+            merged: torch.Tensor = self._meet("an edit of a buffer", active, combine)
+            return merged
+
+    def is_input(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one that the step was given, as it was given."""
+        return id(tensor) in self._inputs
+
+    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """``x`` normalised with the statistics of all replicas' rows; the running ones move likewise."""
+        mean, var = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
+        normalise = self._rewrites.sync_batch_norm
+        normalised: torch.Tensor = normalise(x, mean, var, layer.weight, layer.bias, layer.momentum, layer.eps)
+        return normalised
+
+    def all_gather(self, leaf: Any, axis: int) -> torch.Tensor:
+        """See `ReplicaContext.all_gather`, for one tensor."""
+
+        def combine(payloads: dict[int, tuple[tuple[int, ...], torch.Tensor]]) -> dict[int, torch.Tensor]:
+            replicas, active = zip(*payloads.values(), strict=True)
+            return dict.fromkeys(payloads, all_gather(axis, replicas, active))
+
+        with self.lanes.left("all_gather"):
+            tensor = self._feeder.share(as_tensor(leaf, "all_gather"))
+            payload = self.lanes.active, self._together.active(self.lanes.stacked(tensor))
+            return self._for_all(self._meet(f"all_gather(axis={axis})", payload, combine))
+
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `ReplicaContext.merge_call`."""
+        known = {id(tensor): tensor for tensor in self._registry.tensors()}
+
+        def combine(payloads: dict[int, tuple[tuple[int, ...], Any]]) -> dict[int, Any]:
+            replicas, merged = zip(*payloads.values(), strict=True)
+            merged_args, merged_kwargs = merged[0] if len(merged) == 1 else join_passes(merged, replicas)
+            with enter(self._strategy, None):
+                result = fn(self._strategy, *merged_args, **merged_kwargs)
+            return {
+                index: nest.map_structure(lambda leaf, own=own: self._split(leaf, own), result)
+                for index, own in zip(payloads, replicas, strict=True)
+            }
+
+        with self.lanes.left("merge_call"):
+            own = nest.map_structure(lambda leaf: self._collect(known, leaf), (list(args), kwargs))
+            split = self._meet("merge_call", (self.lanes.active, own), combine)
+        return nest.map_structure(
+            lambda leaf: self.lanes.hide(leaf.tensor) if isinstance(leaf, Stacked) else leaf, split
+        )
+
+    def _split(self, leaf: Any, replicas: tuple[int, ...]) -> Any:
+        """What a pass gets of a result of `merge_call`."""
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        return Inputs((leaf,), {}, replicas, self._feeder).passes()[0].args[0]
+
+
+class _Given:
+    """What a step has not made itself."""
+
+    def __init__(self, fn: Callable[..., Any], one: Pass) -> None:
+        self._fn, self._pass = fn, one
+        self._generators: list[torch.Generator] | None = None
+
+    def has(self, generator: torch.Generator) -> bool:
+        if self._generators is None:  # looked for when somebody asks
+            self._generators = Start(self._fn, nest.leaves((self._pass.args, self._pass.kwargs))).walk().generators
+        return any(one is generator for one in self._generators)
+
+
+def _reducing(op: ReduceOp) -> Callable[[dict[int, Any]], dict[int, Any]]:
+    def combine(payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        return dict.fromkeys(payloads, all_reduce(op, list(payloads.values())))
+
+    return combine
+
+
+def _known_objects(registry: VariableRegistry, one: Pass) -> dict[int, torch.Tensor]:
+    """What a step may return that is one object for all replicas: variables, and inputs that they share. By id; they
+    are kept, so that nothing the step makes can get the id of one."""
+    buffers = [slot.tensor for slot in registry.buffer_slots()]
+    inputs = [leaf for leaf in nest.leaves((one.args, one.kwargs)) if isinstance(leaf, torch.Tensor)]
+    return {id(tensor): tensor for tensor in (*registry.tensors(), *buffers, *inputs) if tensor is not None}

@@ -1,0 +1,130 @@
+"""What the TPU backend computes in place of some functions of PyTorch, while it records a step.
+
+Three reasons: the compiler does not cut an operation over logical devices (normalisations), it computes something else
+(running statistics, gradients of ELU, of convolutions in groups), or ``vmap`` has no rule for it and runs the replicas
+one by one (losses over classes, ``embedding_bag``). Every replacement takes what the original takes and gives its
+values and gradients; `torchstrat.tpu.rewrites.losses` says what it cannot refuse. Whole recurrent layers are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from torchstrat.sharding.tpu.rewrites import (
+    activations,
+    convolution,
+    embedding,
+    fourier,
+    indexing,
+    losses,
+    normalization,
+    pooling,
+    precision,
+    recurrent,
+    refusals,
+    resizing,
+    scattering,
+)
+from torchstrat.sharding.tpu.rewrites.batch_normalization import BatchNormalization, TensorMap
+
+__all__ = ["Rewrites"]
+
+Function = Callable[..., Any]
+
+_EVERYWHERE: dict[Any, Function] = {
+    F.layer_norm: normalization.layer_norm,
+    torch.layer_norm: normalization.layer_norm,
+    F.rms_norm: normalization.rms_norm,
+    torch.rms_norm: normalization.rms_norm,
+    F.group_norm: normalization.group_norm,
+    torch.group_norm: normalization.group_norm,
+    F.cross_entropy: losses.cross_entropy,
+    F.nll_loss: losses.nll_loss,
+    F.smooth_l1_loss: losses.smooth_l1_loss,
+    F.kl_div: losses.kl_div,
+    F.gaussian_nll_loss: losses.gaussian_nll_loss,
+    F.embedding_bag: embedding.embedding_bag,
+    F.elu: activations.elu,
+    F.celu: activations.celu,
+    F.selu: activations.selu,
+    F.hardsigmoid: precision.hardsigmoid,
+    F.hardswish: precision.hardswish,
+    F.threshold: precision.threshold,
+    F.gelu: precision.gelu,
+    F.rrelu: activations.rrelu,
+    F.gumbel_softmax: activations.gumbel_softmax,
+    F.interpolate: resizing.interpolate,
+    F.upsample: resizing.upsample,
+    F.upsample_bilinear: resizing.upsample_bilinear,
+    **precision.functions(),
+    **pooling.functions(),
+    **indexing.functions(),
+    **fourier.transforms(),
+    **refusals.functions(),
+    **scattering.functions(),
+    F.prelu: activations.prelu,
+    torch.prelu: activations.prelu,
+    torch.Tensor.prelu: activations.prelu,
+    torch.celu: activations.celu,
+    torch.selu: activations.selu,
+    torch.rrelu: activations.rrelu,
+    torch.selu_: partial(activations.selu, inplace=True),
+    torch.celu_: partial(activations.celu, inplace=True),
+    torch.rrelu_: partial(activations.rrelu, inplace=True),
+    F.elu_: partial(activations.elu, inplace=True),
+    torch.lstm_cell: recurrent.lstm_cell,
+    torch.gru_cell: recurrent.gru_cell,
+    torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: recurrent.rnn_cell(torch.relu),
+    torch.lstm: recurrent.refuse("LSTM"),
+    torch.gru: recurrent.refuse("GRU"),
+    torch.rnn_tanh: recurrent.refuse("RNN"),
+    torch.rnn_relu: recurrent.refuse("RNN"),
+}
+
+_WITH_LOGICAL_DEVICES: dict[Any, Function] = {
+    F.conv1d: convolution.convolution(1),
+    F.conv2d: convolution.convolution(2),
+    F.conv3d: convolution.convolution(3),
+    F.conv_transpose1d: convolution.transposed_convolution(1),
+    F.conv_transpose2d: convolution.transposed_convolution(2),
+    F.conv_transpose3d: convolution.transposed_convolution(3),
+}
+
+
+class Rewrites:
+    """The replacements for the replicas of one run.
+
+    ``first_replica`` gives the first replica's part of a tensor that differs between replicas, and any other tensor
+    itself: running statistics are one for all replicas. ``sum_over_replicas`` is for `sync_batch_norm` only.
+    ``logical_devices``: how many devices compute one replica.
+    """
+
+    def __init__(
+        self, first_replica: TensorMap, sum_over_replicas: TensorMap | None = None, *, logical_devices: int = 1
+    ) -> None:
+        batch = BatchNormalization(first_replica, sum_over_replicas)
+        self.sync_batch_norm: Function = batch.sync_batch_norm
+        self._found: dict[Any, Function] = {
+            **_EVERYWHERE,
+            **(_WITH_LOGICAL_DEVICES if logical_devices > 1 else {}),
+            F.batch_norm: batch.batch_norm,
+            torch.batch_norm: batch.torch_batch_norm,
+            F.instance_norm: batch.instance_norm,
+            torch.instance_norm: batch.torch_instance_norm,
+        }
+
+    def find(self, func: Any) -> Function | None:
+        """What to call instead of ``func``, as a `torch.overrides.TorchFunctionMode` gets it; None for ``func``.
+
+        It is called with the arguments of ``func``, outside of the mode.
+        """
+        try:
+            return self._found.get(func)
+        except TypeError:  # some of PyTorch's own callables cannot be hashed
+            return None

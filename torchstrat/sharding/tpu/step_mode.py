@@ -1,0 +1,357 @@
+"""What a step may call that means something else when it runs for all replicas at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from torchstrat.core._torch_private import is_any_autocast_enabled, swap_tensor_impl
+from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
+from torchstrat.sharding.tpu.autocast import lowered
+from torchstrat.sharding.tpu.backward import LaneBackward
+from torchstrat.sharding.tpu.draws import Draws, is_draw
+from torchstrat.sharding.tpu.edits import Edits, is_edit
+from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
+from torchstrat.sharding.tpu.layouts import Layouts
+from torchstrat.sharding.tpu.limits import named, require_possible
+from torchstrat.sharding.tpu.number_kinds import is_any_complex, of_complex
+from torchstrat.sharding.tpu.places import current_place
+from torchstrat.sharding.tpu.rewrites import Rewrites
+
+_READS = {
+    torch.Tensor.item: ".item()",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.cpu: ".cpu()",
+    torch.Tensor.__bool__: "bool(tensor), as in `if tensor:`",
+    torch.Tensor.__float__: "float(tensor)",
+    torch.Tensor.__int__: "int(tensor)",
+    torch.Tensor.__index__: "using a tensor as an index",
+    torch.Tensor.__array__: "making an array of a tensor",
+    torch.Tensor.__repr__: "printing a tensor",
+    torch.Tensor.__format__: "formatting a tensor",
+    torch.equal: "torch.equal",
+    torch.allclose: "torch.allclose",
+    torch.Tensor.equal: ".equal()",
+    torch.Tensor.allclose: ".allclose()",
+}
+"""What needs a value that does not exist yet: the step is recorded first, and runs when it has returned."""
+
+_DYNAMIC = {
+    torch.nonzero: "torch.nonzero",
+    torch.Tensor.nonzero: "torch.nonzero",
+    torch.masked_select: "torch.masked_select",
+    torch.Tensor.masked_select: "torch.masked_select",
+    torch.unique: "torch.unique",
+    torch.Tensor.unique: "torch.unique",
+}
+"""Results whose shape depends on values."""
+
+_FACTORIES = frozenset(
+    (
+        torch.arange,
+        torch.empty,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.logspace,
+        torch.ones,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+        torch.scalar_tensor,
+        torch.tensor,
+        torch.zeros,
+    )
+)
+
+_INDEX_TYPES = (torch.int32, torch.int64)
+_DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+class RecordedMode(TorchFunctionMode):
+    """Active while a step is recorded, on its thread: refuses what needs a value before there is one.
+
+    ``device``: where tensors go that the step makes without naming a device; an optimizer's own numbers stay where
+    PyTorch puts them.
+    """
+
+    def __init__(self, device: torch.device, find_rewrite: Callable[[Any], Callable[..., Any] | None]) -> None:
+        super().__init__()
+        self._device, self._find_rewrite = device, find_rewrite
+        self._layouts = Layouts()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # Tensors of that mode have no versions, which mapping over lanes and annotations ask for.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._guarded(func, types, args, kwargs)
+        return self._guarded(func, types, args, kwargs)
+
+    def _guarded(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_any_autocast_enabled():
+            as_plainly = lowered(func, args, kwargs, self._device.type)
+            if as_plainly is not None:
+                args, kwargs, is_enabled = as_plainly
+                if not is_enabled:
+                    with torch.autocast(self._device.type, enabled=False):
+                        return self._guarded(func, types, args, kwargs)
+        self._layouts.require_known(func, args)
+        if is_any_complex(args):
+            func = of_complex(func)
+        try:
+            result = self._call(func, types, args, kwargs)
+        except TorchstratError:
+            raise
+        except (RuntimeError, NotImplementedError, IndexError, ValueError, AttributeError, TypeError) as error:
+            reason = named(error, func, args, kwargs, self._device)
+            if reason is error:
+                raise
+            raise reason from error
+        self._layouts.note(func, args, result)
+        return result
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        rewrite = self._find_rewrite(func)
+        if rewrite is not None:
+            return rewrite(*args, **kwargs)
+        if func in _READS and args and self._is_pending(args[0]):
+            raise _hidden_read(_READS[func])
+        if func is torch.Tensor.to and self._is_pending(args[0]) and _names_host(args[1:], kwargs):
+            raise _hidden_read(".to('cpu')")
+        if func in _DYNAMIC and args and self._is_pending(args[0]):
+            raise _dynamic_shape(_DYNAMIC[func])
+        if func in _FACTORIES and not _steps.calls and kwargs.get("device") is None:
+            kwargs["device"] = self._device
+        return func(*args, **kwargs)
+
+    def _is_pending(self, value: Any) -> bool:
+        """Whether there is no value before the step has been run. (The fake of the tests computes on the CPU.)"""
+        return isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The mode, and what a mode cannot see."""
+        _steps.calls.clear()  # an earlier step on this thread may have ended within an optimizer's
+        with self:
+            yield
+
+
+class StepMode(RecordedMode):
+    """The same for a step that runs for all replicas at once, where some calls mean something else."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        backward: LaneBackward,
+        edits: Edits,
+        draws: Draws,
+        rewrites: Rewrites,
+        device: torch.device,
+    ) -> None:
+        super().__init__(device, rewrites.find)
+        self._lanes, self._backward, self._edits, self._draws = lanes, backward, edits, draws
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.backward: self._tensor_backward,
+            torch.autograd.grad: backward.grad,
+            torch.Tensor.register_hook: backward.register_hook,
+            torch.Tensor.requires_grad_: self._requires_grad_,
+            _GRAD.__get__: self._grad,
+            _GRAD.__set__: edits.set_gradient,
+            _REQUIRES_GRAD.__get__: self._requires_grad,
+            torch.Tensor.__getitem__: self._get_item,
+            torch.Tensor.detach_: self._detach_,
+            _DATA.__get__: self._data,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _steps.is_plain and func not in _READS:
+            return func(*args, **kwargs)  # a hundred calls that mean what they say
+        result = super().__torch_function__(func, types, args, kwargs)
+        self._lanes.notes.add(result)
+        return result
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if is_draw(func):
+            result = self._draws.call(func, args, kwargs, lambda: self._plainly(func, types, args, kwargs))
+        elif args and is_edit(func) and isinstance(args[0], torch.Tensor):
+            return self._edits.edit(func, self._find_rewrite(func) or func, args, kwargs)
+        else:
+            result = self._plainly(func, types, args, kwargs)
+        if kwargs.get("requires_grad"):
+            return self._own_leaf(result)
+        self._edits.note_result(func, args, result)
+        return result
+
+    def _own_leaf(self, made: torch.Tensor) -> torch.Tensor:
+        """A leaf that the step makes is each replica's own, from its values on: so are gradients and steps of it."""
+        if not self._lanes.is_at_level:
+            return made
+        with self._lanes.left("a tensor that takes gradients"):
+            if self._lanes.is_lane_tensor(made):  # mapping has made it without
+                self._lanes.behind(made).requires_grad_()
+                return made
+            return self._lanes.hide(self._lanes.stacked(made.detach()).clone().requires_grad_())
+
+    def _plainly(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return super()._call(func, types, args, kwargs)
+
+    def _is_pending(self, value: Any) -> bool:
+        return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
+
+    def _tensor_backward(
+        self,
+        tensor: torch.Tensor,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self._backward.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _requires_grad_(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        if self._lanes.is_inside_transform:
+            return tensor.requires_grad_(requires_grad)
+        if requires_grad and self._edits.is_alone(tensor):
+            self._edits.make_own(torch.Tensor.requires_grad_, tensor)
+        with self._lanes.left("requires_grad_"):
+            self._lanes.behind(tensor).requires_grad_(requires_grad)
+        return tensor
+
+    def _get_item(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        if self._lanes.is_lane_tensor(index) and index.ndim == 0 and index.dtype in _INDEX_TYPES:
+            # ``table[replica_id]``: PyTorch takes a single integer for a number that it can look at.
+            return tensor.index_select(0, index.reshape(1)).squeeze(0)
+        taken = tensor[index]
+        self._edits.note_result(torch.Tensor.__getitem__, (tensor,), taken)
+        return taken
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._lanes.is_lane_tensor(tensor):
+            return tensor.detach()
+        data = tensor.data
+        self._edits.note_result(_DATA.__get__, (tensor,), data)
+        return data
+
+    def _detach_(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._lanes.is_lane_tensor(tensor):
+            return tensor.detach_()
+        swap_tensor_impl(tensor, tensor.detach())
+        return tensor
+
+    def _requires_grad(self, tensor: torch.Tensor) -> bool:
+        return self._lanes.behind(tensor).requires_grad
+
+    def _grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._backward.gradient_of(tensor) if self._lanes.is_lane_tensor(tensor) else tensor.grad
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The mode, and what a mode cannot see: ``torch.autograd.backward``."""
+        with _backward_calls(self._backward.backward), super().active():
+            yield
+
+
+class _OptimizerSteps(threading.local):
+    """The steps that this thread is in. ``is_plain``: in one that works on variables and gradients only, which all
+    replicas share, and not in a closure of the user's."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    @property
+    def is_plain(self) -> bool:
+        return bool(self.calls) and self.calls[-1]
+
+
+_steps = _OptimizerSteps()
+
+
+@contextmanager
+def optimizers_watched() -> Iterator[None]:
+    """In this block every `StepMode` knows when an optimizer steps on its thread."""
+
+    def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        require_possible(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        _steps.calls.append(closure is None and not steps_own_tensors(optimizer))
+
+    def leave(*_: Any) -> None:
+        if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
+            _steps.calls.pop()
+
+    handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Redirect(threading.local):
+    target: Callable[..., Any] | None = None
+
+
+_redirect = _Redirect()
+_original_backward = torch.autograd.backward
+
+
+def _redirected_backward(*args: Any, **kwargs: Any) -> Any:
+    target = _redirect.target
+    if target is None:
+        return _original_backward(*args, **kwargs)
+    _redirect.target = None  # it calls torch's own
+    try:
+        return target(*args, **kwargs)
+    finally:
+        _redirect.target = target
+
+
+@contextmanager
+def _backward_calls(target: Callable[..., Any]) -> Iterator[None]:
+    """In this block and thread ``torch.autograd.backward`` is ``target``. The name stays redirected once it has been;
+    a call from anywhere else finds torch's own behind it."""
+    if torch.autograd.backward is _original_backward:
+        torch.autograd.backward = _redirected_backward
+    before, _redirect.target = _redirect.target, target
+    try:
+        yield
+    finally:
+        _redirect.target = before
+
+
+def _names_host(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``tensor.to(*args, **kwargs)`` goes to the CPU."""
+    target = kwargs.get("device", args[0] if args else None)
+    if isinstance(target, torch.Tensor):
+        target = target.device
+    return isinstance(target, str | torch.device) and torch.device(target).type == "cpu"
+
+
+def _hidden_read(what: str) -> ContextError:
+    return ContextError(
+        f"{what} in a step needs a value that is not there yet: on this strategy a step is recorded for all replicas, "
+        f"compiled, and run when it has returned. It is at {current_place()}. Return the tensor and read it outside "
+        "of run, or write the condition with torch.where."
+    )
+
+
+def _dynamic_shape(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} in a step gives a result whose shape depends on values, which a compiled step cannot have (at "
+        f"{current_place()}). Keep the shape and mask: torch.where(condition, value, 0)."
+    )

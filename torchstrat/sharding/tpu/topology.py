@@ -1,0 +1,235 @@
+"""Which TPU cores there are, where each stands in the mesh, and which task drives it; public as `ts.tpu.Topology`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, final
+
+import numpy as np
+
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.sharding.tpu.coordinates import MESH_RANK, Integers, checked_mesh_shape, frozen, integers, mesh_axes
+from torchstrat.sharding.tpu.topology_wire import TopologyFields, decode, encode
+
+
+@final
+class Topology:
+    """A mesh of TPU cores: chips on a grid x × y × z, and the cores of each chip.
+
+    Every task (process) drives the same number of cores. A point of the mesh that no task drives is a missing device.
+    Immutable; equal where mesh and coordinates are. No accelerator is touched.
+
+    Args:
+        serialized: The bytes that `serialized` returned, here or in TensorFlow; alone, in place of the other two.
+        mesh_shape: Sizes ``[x, y, z, core]``; three entries ``[x, y, core]`` mean ``[x, y, 1, core]``.
+        device_coordinates: ``(task, device of the task, 4)`` integers: where each core stands. With a ``mesh_shape`` of
+            three entries the coordinates may have three, too, and then z is 0.
+
+    Raises:
+        WrongTypeError: neither is given, or one holds no integers.
+        InvalidArgumentError: the shapes are not these; a coordinate is outside the mesh; two cores share a place;
+            ``serialized`` is not a topology.
+    """
+
+    def __init__(self, serialized: bytes | None = None, mesh_shape: Any = None, device_coordinates: Any = None) -> None:
+        if serialized is not None:
+            if mesh_shape is not None or device_coordinates is not None:
+                raise InvalidArgumentError(
+                    "Topology takes serialized, or mesh_shape and device_coordinates, not both; leave one out."
+                )
+            mesh_shape, device_coordinates = _deserialized(serialized)
+        if mesh_shape is None or device_coordinates is None:
+            raise WrongTypeError(
+                "Topology needs mesh_shape and device_coordinates, or serialized; got "
+                f"mesh_shape={mesh_shape!r:.100} and device_coordinates={device_coordinates!r:.100}."
+            )
+        self._shape = checked_mesh_shape(mesh_shape)
+        self._device_coordinates = frozen(_with_z(integers("device_coordinates", device_coordinates), len(mesh_shape)))
+        self._places = frozen(self._invert())
+
+    @classmethod
+    def virtual(cls, mesh_shape: Any, host_shape: Any = None) -> Topology:
+        """A topology without missing devices, for virtual devices and for planning without a TPU.
+
+        Args:
+            mesh_shape: Sizes ``[x, y, z, core]``, or ``[x, y, core]``.
+            host_shape: The part of the mesh that one task drives, in the same form; None: the whole mesh. Tasks, and
+                the devices of a task, are numbered core-axis first, then along x, y and z.
+
+        Raises:
+            InvalidArgumentError: ``host_shape`` does not divide the mesh along each axis.
+        """
+        mesh = checked_mesh_shape(mesh_shape)
+        host = mesh if host_shape is None else mesh_axes("host_shape", host_shape)
+        if any(size % part for size, part in zip(mesh, host, strict=True)):
+            raise InvalidArgumentError(f"host_shape {list(host)} does not divide mesh_shape {list(mesh)} on each axis.")
+        tasks = [size // part for size, part in zip(mesh, host, strict=True)]
+        corners = _points_core_first(tasks) * np.array(host)
+        return cls(mesh_shape=mesh, device_coordinates=corners[:, None] + _points_core_first(host))
+
+    @property
+    def mesh_shape(self) -> Integers:
+        """Sizes of the mesh along x, y, z and core, ``(4,)``."""
+        return frozen(np.array(self._shape))
+
+    @property
+    def mesh_rank(self) -> int:
+        """The number of the mesh's axes: 4."""
+        return MESH_RANK
+
+    @property
+    def device_coordinates(self) -> Integers:
+        """Where each core stands: ``(task, device of the task, 4)``, read-only."""
+        return self._device_coordinates
+
+    @property
+    def num_tasks(self) -> int:
+        """The number of processes that drive cores."""
+        return len(self._device_coordinates)
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """The number of cores that each task drives."""
+        return int(self._device_coordinates.shape[1])
+
+    @property
+    def missing_devices(self) -> Integers:
+        """The points of the mesh that no task drives, ``(missing, 4)``, ascending."""
+        return np.argwhere(self._places < 0)
+
+    def device_indices_at(self, coordinates: Any) -> Integers:
+        """The numbers of the cores at ``coordinates``, counted in task order: task × cores per task + ordinal.
+
+        Args:
+            coordinates: ``(…, 4)``. Negative ones count from the end of their axis.
+
+        Returns:
+            ``(…)``.
+
+        Raises:
+            WrongTypeError: no integers.
+            InvalidArgumentError: the last dimension is not 4; a point is outside the mesh, or has no device.
+        """
+        points = integers("device_coordinates", coordinates)
+        if points.ndim == 0 or points.shape[-1] != MESH_RANK:
+            raise InvalidArgumentError(
+                f"a place in the mesh is four integers [x, y, z, core]; got {points.tolist()!r:.200}."
+            )
+        outside = points[((points < -self.mesh_shape) | (points >= self.mesh_shape)).any(axis=-1)]
+        if len(outside):
+            raise InvalidArgumentError(
+                f"coordinates {_listed(outside)} are outside the mesh {list(self._shape)} (x, y, z, core)."
+            )
+        indices = self._places[tuple(np.moveaxis(points, -1, 0))]
+        if (indices < 0).any():
+            raise InvalidArgumentError(
+                f"no device stands at {_listed(points[indices < 0])}; missing_devices lists the mesh's holes."
+            )
+        return np.asarray(indices)
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Any) -> int:
+        """The task that drives the core at ``[x, y, z, core]``. Raises as `device_indices_at`, as all below do."""
+        return self._index_at(device_coordinates) // self.num_tpus_per_task
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Any) -> int:
+        """The number of the core at ``[x, y, z, core]`` among those of its task."""
+        return self._index_at(device_coordinates) % self.num_tpus_per_task
+
+    def cpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
+        """The CPU of the host that drives the core there: ``/job:J/task:T/device:CPU:0``, the job only if given."""
+        return f"{_job(job)}/task:{self.task_ordinal_at_coordinates(device_coordinates)}/device:CPU:0"
+
+    def tpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
+        """The core there: ``/job:J/task:T/device:TPU:D``, the job only if given."""
+        task, ordinal = divmod(self._index_at(device_coordinates), self.num_tpus_per_task)
+        return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
+
+    def serialized(self) -> bytes:
+        """This topology as bytes, which TensorFlow reads as well; ``Topology(serialized=…)`` is equal to it."""
+        coordinates = self._device_coordinates.reshape(-1).tolist()
+        return encode(TopologyFields(list(self._shape), self.num_tasks, self.num_tpus_per_task, coordinates))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return self._shape == other._shape and np.array_equal(self._device_coordinates, other._device_coordinates)
+
+    def __hash__(self) -> int:
+        return hash((self._shape, self._device_coordinates.shape, self._device_coordinates.tobytes()))
+
+    def __repr__(self) -> str:
+        return (
+            f"Topology(mesh_shape={list(self._shape)}, num_tasks={self.num_tasks}, "
+            f"num_tpus_per_task={self.num_tpus_per_task}, missing_devices={len(self.missing_devices)})"
+        )
+
+    def _index_at(self, device_coordinates: Any) -> int:
+        indices = self.device_indices_at(device_coordinates)
+        if indices.ndim:
+            raise InvalidArgumentError(
+                f"one place [x, y, z, core] was needed; got an array of shape {list(np.shape(device_coordinates))}."
+            )
+        return int(indices)
+
+    def _invert(self) -> Integers:
+        """Of the mesh's shape: the number of the core at each point in task order, -1 where there is none."""
+        coordinates = self._device_coordinates
+        if coordinates.ndim != 3 or coordinates.shape[-1] != MESH_RANK or coordinates.size == 0:
+            raise InvalidArgumentError(
+                "device_coordinates must have the shape (tasks, devices per task, 4), with at least one device; got "
+                f"{list(coordinates.shape)}."
+            )
+        points = coordinates.reshape(-1, MESH_RANK)
+        outside = points[((points < 0) | (points >= self.mesh_shape)).any(axis=1)]
+        if len(outside):
+            raise InvalidArgumentError(
+                f"device_coordinates {_listed(outside)} are outside the mesh {list(self._shape)} (x, y, z, core)."
+            )
+        distinct, counts = np.unique(points, axis=0, return_counts=True)
+        if len(distinct) < len(points):
+            raise InvalidArgumentError(
+                f"device_coordinates name {_listed(distinct[counts > 1])} more than once; each core has its own place."
+            )
+        places = np.full(self._shape, -1, dtype=np.int64)
+        places[tuple(points.T)] = np.arange(len(points))
+        return places
+
+
+def _deserialized(serialized: bytes) -> tuple[list[int], Integers]:
+    fields = decode(serialized)
+    tasks, devices = fields.num_tasks, fields.num_tpus_per_task
+    axes = len(fields.mesh_shape)
+    if (
+        axes not in (MESH_RANK - 1, MESH_RANK)
+        or min(tasks, devices) < 1
+        or len(fields.device_coordinates) != tasks * devices * axes
+    ):
+        raise InvalidArgumentError(
+            f"serialized is not a topology: it has mesh_shape {fields.mesh_shape!r:.100}, {tasks} tasks, {devices} "
+            f"devices per task and {len(fields.device_coordinates)} coordinates; a mesh_shape of four entries (or "
+            "three, x, y, core), at least one task and device, and as many coordinates for each device are needed."
+        )
+    return fields.mesh_shape, np.array(fields.device_coordinates).reshape(tasks, devices, axes)
+
+
+def _with_z(coordinates: Integers, mesh_entries: int) -> Integers:
+    """Coordinates ``[x, y, core]`` of a mesh that was given as ``[x, y, core]`` get z = 0."""
+    if mesh_entries == MESH_RANK - 1 and coordinates.ndim == 3 and coordinates.shape[-1] == MESH_RANK - 1:
+        return np.insert(coordinates, 2, 0, axis=-1)
+    return coordinates
+
+
+def _points_core_first(shape: Any) -> Integers:
+    """All points of a grid ``[x, y, z, core]``, ``(points, 4)``: the core runs fastest, then x, y, z."""
+    x, y, z, cores = map(range, shape)
+    return np.array([(a, b, c, core) for c, b, a, core in itertools.product(z, y, x, cores)])
+
+
+def _job(job: str | None) -> str:
+    return "" if job is None else f"/job:{job}"
+
+
+def _listed(points: Integers, most: int = 4) -> str:
+    """The first points, for a message."""
+    shown = ", ".join(str(point) for point in points[:most].tolist())
+    return shown if len(points) <= most else f"{shown} and {len(points) - most} more"

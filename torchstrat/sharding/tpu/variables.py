@@ -1,0 +1,177 @@
+"""A strategy's variables on the devices: brought there once, as the same Python objects, and cut as somebody said."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchstrat.core._torch_private import swap_tensor_impl
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.tpu.spmd import SpmdRuntime
+
+ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
+"""From a parameter's dotted name and shape to how it is cut."""
+
+_WHOLE = "{replicated}"
+"""What a runtime calls a tensor that every device has whole."""
+
+
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` as what can take the place of ``tensor``."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value.requires_grad_(tensor.requires_grad)
+
+
+class DeviceVariables:
+    """Parameters, buffers and optimizer state of one strategy.
+
+    Values that users made on the host move to the devices when a scope closes, or when a step first reaches them. The
+    objects stay the same: optimizers, modules and the user's own references see the tensor on the device.
+    """
+
+    def __init__(
+        self, registry: VariableRegistry, runtime: SpmdRuntime, grid: DeviceGrid, sharding_of: ShardingOf | None
+    ) -> None:
+        self._registry, self._runtime, self._grid = registry, runtime, grid
+        self._sharding_of = sharding_of
+        self._shardings: dict[int, tuple[weakref.ref[torch.Tensor], Sharding]] = {}
+
+    # -- on the devices ---------------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Bring what is still on the host to the devices."""
+        new = [tensor for tensor in self._registry.tensors() if not self._is_taken(tensor)]
+        names = self._registry.outermost_names() if new and self._sharding_of is not None else {}
+        for tensor in new:
+            self._take_variable(tensor, names.get(id(tensor)))
+        for slot in self._registry.buffer_slots():
+            buffer = slot.tensor
+            if buffer is not None and not is_lazy(buffer) and not self._is_taken(buffer):
+                if buffer.device != self._runtime.device:
+                    self._move(buffer)
+                self.shard(buffer, self._replicated(buffer))
+        self._take_states()
+
+    def _is_taken(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._runtime.device and self.is_known(tensor)
+
+    def _take_variable(self, tensor: torch.Tensor, name: str | None) -> None:
+        if is_lazy(tensor):
+            self._take_lazy(tensor)
+            return
+        was_on_host = tensor.device != self._runtime.device
+        if not was_on_host and not self.is_known(tensor) and self._runtime.sharding_of(tensor) not in ("", _WHOLE):
+            # A deep copy of a cut variable: cut by what computes it, which no later annotation replaces.
+            swap_tensor_impl(tensor, _like(tensor, tensor.detach().cpu()))
+            was_on_host = True
+        if was_on_host:
+            gradient = tensor.grad
+            self._move(tensor)
+            if gradient is not None:
+                tensor.grad = gradient.to(self._runtime.device)
+        if not self.is_known(tensor):
+            cut = self._replicated(tensor)
+            if name is not None and self._sharding_of is not None:
+                cut = self._sharding_of(name, tuple(tensor.shape))
+            self.shard(tensor, cut)
+        elif was_on_host:
+            self._runtime.annotate(tensor, self.sharding(tensor), self._grid)
+
+    def _take_lazy(self, tensor: torch.Tensor) -> None:
+        """A parameter without a shape yet: it will be made where it is thought to be."""
+        if tensor.device != self._runtime.device:
+            kind: Any = type(tensor)
+            swap_tensor_impl(tensor, kind(requires_grad=tensor.requires_grad, device=self._runtime.device))
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(
+                f"a variable of layout {tensor.layout} and shape {tuple(tensor.shape)} cannot live on this strategy's "
+                "devices; use a dense one."
+            )
+        # Hooks belong to what a tensor object stands for, and would stay with the value that is left behind.
+        hooks, accumulated = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+        swap_tensor_impl(tensor, _like(tensor, tensor.detach().to(self._runtime.device)))
+        if hooks:
+            tensor._backward_hooks = hooks
+        if accumulated:
+            tensor._post_accumulate_grad_hooks = accumulated
+
+    def _take_states(self) -> None:
+        """Optimizer state that was made on the host, as Adagrad's is. Counts of steps are numbers of the host."""
+        for optimizer in self._registry.optimizers():
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim and value.device != self._runtime.device:
+                        state[key] = value.to(self._runtime.device)
+
+    # -- how they are cut -------------------------------------------------------------------------------------------
+
+    def _replicated(self, tensor: torch.Tensor) -> Sharding:
+        return Sharding.replicated(tensor.ndim, self._grid.num_logical_devices)
+
+    def shard(self, tensor: torch.Tensor, sharding: Sharding) -> None:
+        """Cut a variable, now and for as long as it lives; its optimizer state follows."""
+        key, known = id(tensor), self._shardings
+
+        def forget(reference: Any) -> None:
+            if key in known and known[key][0] is reference:
+                del known[key]
+
+        before = known.get(key)
+        known[key] = (weakref.ref(tensor, forget), sharding)
+        if tensor.device != self._runtime.device:
+            return  # still in its scope; `take` brings it to the devices, and says then
+        if before is None or before[0]() is not tensor or before[1] != sharding:
+            self._runtime.annotate(tensor, sharding, self._grid)
+
+    def sharding(self, tensor: torch.Tensor) -> Sharding:
+        """How a variable is cut; whole on every device unless somebody said otherwise."""
+        entry = self._shardings.get(id(tensor))
+        return self._replicated(tensor) if entry is None or entry[0]() is not tensor else entry[1]
+
+    def planned(self, tensor: torch.Tensor) -> Sharding:
+        """How a variable is cut, or will be when its scope closes."""
+        name = self._registry.outermost_names().get(id(tensor)) if self._sharding_of is not None else None
+        if self.is_known(tensor) or name is None or self._sharding_of is None:
+            return self.sharding(tensor)
+        return self._sharding_of(name, tuple(tensor.shape))
+
+    def is_variable(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one of the strategy's, also while its scope is still open."""
+        if self.is_known(tensor) or isinstance(tensor, nn.Parameter) or tensor in self._registry:
+            return True
+        return any(slot.tensor is tensor for slot in self._registry.buffer_slots())
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        entry = self._shardings.get(id(tensor))
+        return entry is not None and entry[0]() is tensor
+
+    def keep_shardings(self) -> None:
+        """Before a recorded step runs: cut what it has newly made as its variable is; the rest stays as it is.
+
+        Otherwise the compiler would choose, and spread over the devices what was to be whole on each.
+        """
+        for slot in self._registry.buffer_slots():
+            buffer = slot.tensor
+            if buffer is not None and buffer.device == self._runtime.device and not self.is_known(buffer):
+                self.shard(buffer, self._replicated(buffer))
+        for tensor, sharding in self._states():
+            if not self.is_known(tensor) or self.sharding(tensor) != sharding:
+                self.shard(tensor, sharding)
+
+    def _states(self) -> Iterator[tuple[torch.Tensor, Sharding]]:
+        for optimizer in self._registry.optimizers():
+            for parameter, state in optimizer.state.items():
+                for value in state.values() if isinstance(state, dict) else ():
+                    if isinstance(value, torch.Tensor) and value.device == self._runtime.device:
+                        same = isinstance(parameter, torch.Tensor) and value.shape == parameter.shape
+                        yield value, self.sharding(parameter) if same else self._replicated(value)

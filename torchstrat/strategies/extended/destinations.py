@@ -1,0 +1,102 @@
+"""Values combined or copied to chosen places: what `StrategyExtended.reduce_to` and its like do.
+
+A destination is a device name, a variable, or a distributed value; the last two mean "wherever that one lives".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchstrat.core.devices import canonical, torch_device
+from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.values import DistributedValues, Mirrored
+from torchstrat.core.variable.variable import Variable
+from torchstrat.distributed.collectives.agreement import within
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+
+if TYPE_CHECKING:
+    from torchstrat.strategies.strategy import Strategy
+
+
+Places = str | list[tuple[int, str]]
+"""One device, or a device for each of several replicas."""
+
+
+def reduce_to(strategy: Strategy, reduce_op: Any, value: Any, destinations: Any) -> Any:
+    """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
+    op = ReduceOp.parse(reduce_op)
+    places = _places(strategy, destinations)
+    if not strategy._wraps_values:
+        return value  # one replica: it is where it has to be
+    if isinstance(value, Variable):
+        value = value._reduced(op, None)
+    elif not isinstance(value, Mirrored) or op is not ReduceOp.MEAN:
+        with within("reduce_to"):
+            value = strategy._engine.reduce(op, value, None)
+    return _put(value, places)
+
+
+def batch_reduce_to(strategy: Strategy, reduce_op: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """`reduce_to` for each ``(value, destinations)`` pair, in order."""
+    op = ReduceOp.parse(reduce_op)
+    if not pairs and strategy._wraps_values:
+        raise InvalidArgumentError("batch_reduce_to got no (value, destinations) pairs; give at least one.")
+    return [reduce_to(strategy, op, value, destinations) for value, destinations in pairs]
+
+
+def broadcast_to(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
+    """A copy of ``tensor`` at each destination. A Python number is everywhere already."""
+    if isinstance(tensor, bool | int | float):
+        return tensor
+    places = _places(strategy, destinations)
+    return _put(tensor, places) if strategy._wraps_values else tensor
+
+
+def _put(value: Any, places: Places) -> Any:
+    if isinstance(value, Variable):
+        value = value.read_value()
+    if isinstance(value, DistributedValues):
+        value = value.values[0]
+    if isinstance(places, str):
+        return _copy(value, places)
+    copies = [_copy(value, device) for _, device in places]
+    return Mirrored(copies, replica_ids=tuple(replica for replica, _ in places))
+
+
+def _copy(value: Any, device: str) -> Any:
+    return value.to(torch_device(device), copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _places(strategy: Strategy, destinations: Any) -> Places:
+    if isinstance(destinations, str | torch.device):
+        if destinations == "":
+            raise InvalidArgumentError("destinations is an empty string; name a device, or pass a variable or a value.")
+        return strategy._device_named(destinations)
+    if isinstance(destinations, ShardedVariable):
+        return strategy.extended.device_of(destinations)
+    if isinstance(destinations, Variable):
+        mirrored = bool(destinations._components)
+        return _of_replicas(strategy, destinations._replicas) if mirrored else destinations._cells[0].device
+    if isinstance(destinations, DistributedValues):
+        return _of_replicas(strategy, destinations.replica_ids)
+    if isinstance(destinations, torch.Tensor):
+        known = strategy.extended.variable_created_in_scope(destinations)
+        return strategy.extended.device_of(destinations) if known else canonical(destinations.device)
+    raise InvalidArgumentError(
+        f"destinations must be a device name, a variable or a distributed value; got {type(destinations).__name__} "
+        f"{destinations!r:.80}."
+    )
+
+
+def join_places(shards: Iterable[str]) -> str:
+    """The places of a variable's shards, in the order of its rows, each once."""
+    return ", ".join(dict.fromkeys(shards))
+
+
+def _of_replicas(strategy: Strategy, replicas: tuple[int, ...]) -> Places:
+    places = [(replica, strategy._engine.device_of_replica(replica)) for replica in replicas]
+    return places[0][1] if strategy.num_replicas_in_sync == 1 else places

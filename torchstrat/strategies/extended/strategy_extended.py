@@ -1,0 +1,327 @@
+"""`strategy.extended`: what library code needs beyond `Strategy` itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.core import context, memory
+from torchstrat.core.errors import ContextError, InvalidArgumentError
+from torchstrat.core.memory import MemoryEstimate
+from torchstrat.core.reduction import ReduceOp, VariableAggregation
+from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.values import require_callable
+from torchstrat.core.variable.storage import VariablePlacement
+from torchstrat.core.variable.variable import Variable
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+from torchstrat.replicas.per_process.drift import PeriodicChecks
+from torchstrat.strategies.extended import component_updates
+from torchstrat.strategies.extended import destinations as placing
+
+if TYPE_CHECKING:
+    from torchstrat.sharding.dtensor.traffic import Traffic
+    from torchstrat.strategies.strategy import Strategy
+
+logger = logging.getLogger("torchstrat.strategy")
+
+
+@short_tracebacks
+class StrategyExtended:
+    """The lower-level half of a strategy.
+
+    *Variables* here are `Variable` objects and the parameters and buffers that the strategy knows. Unless said
+    otherwise the methods work in cross-replica context, and with several processes every one has to call them.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        worker_devices: tuple[str, ...],
+        parameter_devices: tuple[str, ...],
+        cluster_resolver: Any = None,
+    ) -> None:
+        self._strategy = strategy
+        context.strategies.add(strategy)
+        self._worker_devices = worker_devices
+        self._parameter_devices = parameter_devices
+        self._cluster_resolver = cluster_resolver
+        self._default_replica_context: context.ReplicaContext | None = None  # set by the default strategy
+        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._variable_numbers = itertools.count()
+        self._periodic_checks = PeriodicChecks.from_environment()
+        kind, replicas, places = type(strategy).__name__, ", ".join(worker_devices), ", ".join(parameter_devices)
+        logger.debug("%s is made: replicas here on %s, variables on %s.", kind, replicas, places)
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that the replicas of this process compute on, in PyTorch's spelling."""
+        return self._worker_devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables."""
+        return self._parameter_devices
+
+    @property
+    def gradient_reduce_op(self) -> ReduceOp:
+        """How gradients of the replicas are combined: `ReduceOp.MEAN` (the default) or `ReduceOp.SUM`."""
+        return self._strategy._engine.gradient_op
+
+    @property
+    def logical_traffic(self) -> Traffic | None:
+        """What this process has sent to the other logical devices of its replica. None where replicas have one, and on
+        TPUs, where the compiled program does not tell."""
+        annotator = self._strategy._annotator
+        return None if annotator is None else annotator.traffic
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process is the one to write checkpoints."""
+        return self._strategy.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process is the one to write logs."""
+        return self._strategy.is_chief
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """TensorFlow's flag: whether each process makes its own part of the program."""
+        spans_processes = len(self._strategy._engine.local_replicas) < self._strategy.num_replicas_in_sync
+        return spans_processes or self._strategy._variable_placement is VariablePlacement.CENTRAL
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """TensorFlow's flag: whether this process gives variables their initial values. Every process does."""
+        return True
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """TensorFlow's flag: whether shapes may not change from step to step. They may."""
+        return False
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """`Strategy.run` under its older name."""
+        return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+        """``value`` combined over replicas, at ``destinations``: a device name, a variable or a distributed value.
+
+        Returns a tensor for one destination, and for a value or a variable with several components a `Mirrored` value.
+        """
+        context.require_cross(self._strategy, "reduce_to")
+        return placing.reduce_to(self._strategy, reduce_op, value, destinations)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """`reduce_to` for each ``(value, destinations)`` pair, in order."""
+        context.require_cross(self._strategy, "batch_reduce_to")
+        return placing.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies of ``tensor`` at ``destinations``, with the same results as `reduce_to`. Numbers stay as they are."""
+        context.require_cross(self._strategy, "broadcast_to")
+        return placing.broadcast_to(self._strategy, tensor, destinations)
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(component, *args, **kwargs)`` for every component of ``var``, in cross-replica context.
+
+        Where there is one component (one device, central storage, a parameter), distributed arguments are replaced by
+        their first component; else by the one of the same replica. Called in a replica, it runs once for all of them.
+
+        Returns what ``fn`` returned (`Mirrored` for several components); with ``group=False`` as a tuple of local
+        results. Raises `ValueError` if ``var`` is no variable of this strategy.
+        """
+        require_callable(fn, "update")
+
+        def across(strategy: Any, *merged_args: Any, **merged_kwargs: Any) -> Any:
+            return component_updates.update(strategy, var, fn, merged_args, merged_kwargs, group)
+
+        if context.replica_of(self._strategy, "update") is None:
+            return across(self._strategy, *args, **(kwargs or {}))
+        return self._strategy._engine.merge_call(across, tuple(args), dict(kwargs or {}))
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` at each place that `non_slot_devices` gave; results as of `update`."""
+        require_callable(fn, "update_non_slot")
+        context.require_cross(self._strategy, "update_non_slot")
+        return component_updates.update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
+
+    def read_var(self, v: Any) -> torch.Tensor:
+        """The current value of a variable, as a new tensor."""
+        if isinstance(v, Variable):
+            return v.read_value()
+        if isinstance(v, torch.Tensor):
+            return v.detach().clone()
+        if isinstance(v, ShardedVariable):
+            return torch.as_tensor(v).detach().clone()
+        raise InvalidArgumentError(f"read_var needs a variable; got {type(v).__name__} {v!r:.80}.")
+
+    def value_container(self, value: Any) -> Any:
+        """The variable whose component ``value`` is; anything else is its own container."""
+        container = value._container if isinstance(value, Variable) else None
+        return value if container is None else container
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether ``v`` is a variable of this strategy: made in its scope, or adopted by one of its runs."""
+        if isinstance(v, Variable):
+            return v._strategy is self._strategy
+        if isinstance(v, ShardedVariable):
+            return all(map(self.variable_created_in_scope, v.variables))
+        return isinstance(v, torch.Tensor) and v in self._strategy._engine.registry
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Variables created in this block live where ``colocate_with_variable`` does, as all of this strategy do.
+
+        Raises `ContextError` outside of the strategy's scope and `ValueError` if it is not this strategy's variable.
+        """
+        self._require_scope("colocate_vars_with")
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise InvalidArgumentError(
+                "colocate_vars_with needs a variable created in this strategy's scope; got "
+                f"{type(colocate_with_variable).__name__} {colocate_with_variable!r:.80}."
+            )
+        with self._strategy._colocating(colocate_with_variable):
+            yield
+
+    def set_aggregation(self, module: nn.Module, name: str, aggregation: VariableAggregation | str) -> None:
+        """Say what becomes of buffer ``name`` of ``module`` where a step changes it on several replicas.
+
+        ``aggregation``: "mean" of the replicas' values (what floating buffers get unless told otherwise, as running
+        statistics want it); "sum" of their changes, for counts, histograms and totals; "only_first_replica"; "none":
+        each replica keeps its own from run to run, such as a recurrent state with a row for each of its rows, and
+        what is saved is the first one's. Every process has to call it. Raises `ValueError` if there is no such buffer.
+
+        On parameter servers it says what becomes of the changes of several workers: "sum" adds them all, "mean" and
+        "only_first_replica" mean that the last one stays; "none" is refused when a function is scheduled. The
+        coordinator has to call it.
+        """
+        self._strategy._engine.registry.buffer_rules.set(module, name, aggregation)
+
+    def check_replicas(self) -> None:
+        """Make sure that what has to be equal on all replicas is: parameters, buffers, optimizer state and settings,
+        schedulers, modes (`torchstrat.replicas.state_kinds` lists them).
+
+        Compares digests of all values, which takes about as long as reading them. Every process has to call it, between
+        runs; with ``TORCHSTRAT_CHECK=every:100`` in its environment it is called after every 100th run. Raises
+        `ReplicaDriftError`, on every process, that names the first thing that differs and who has what;
+        `NotImplementedError` on parameter servers, whose workers' copies differ by design.
+        """
+        context.require_cross(self._strategy, "check_replicas")
+        self._strategy._check_replicas("")
+
+    def pull(self, model: nn.Module | None = None) -> None:
+        """Bring the current values of ``model`` (None: of every variable) into this process's tensors.
+
+        For parameter servers, where reading a tensor brings its value anyway: this is one call for all, and for code
+        that takes memory without asking (modules of `torch.jit`, C++ extensions). On all other strategies the tensors
+        are the variables, and nothing is done. Local.
+        """
+        self._strategy._pull(None if model is None else [model])
+
+    def _require_scope(self, call: str) -> None:
+        context.require_cross(self._strategy, call)
+        if context.get_strategy() is not self._strategy:
+            raise ContextError(
+                f"{call} was called outside of the scope of {self._strategy!r}; use `with strategy.scope():`."
+            )
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        """Where state shared by all of ``var_list`` belongs: in central storage (and by default) with the variable of
+        the smallest name, which is returned; elsewhere on the devices of the replicas."""
+        if self._strategy._variable_placement is VariablePlacement.CENTRAL:
+            return self._smallest_name(var_list)
+        return self._parameter_devices
+
+    def _smallest_name(self, var_list: Sequence[Any]) -> Any:
+        registry = self._strategy._engine.registry
+
+        def name(variable: Any) -> str:
+            return variable.name if isinstance(variable, Variable) else registry.describe(variable)
+
+        if not var_list:
+            raise InvalidArgumentError("non_slot_devices got no variables; give at least one.")
+        return min(var_list, key=name)
+
+    def device_of(self, variable: Any) -> str:
+        """The canonical device, such as ``"cpu:1"``, of a variable: in a replica's code that of its component, else
+        that of the first component. Of a variable in shards all of their places: ``"ps:0, ps:1"``."""
+        if isinstance(variable, Variable):
+            return variable._cell().device
+        if isinstance(variable, ShardedVariable):
+            return placing.join_places(map(self.device_of, variable.variables))
+        if not self.variable_created_in_scope(variable):
+            raise InvalidArgumentError(f"device_of needs a variable of this strategy; got {variable!r:.80}.")
+        place = self._strategy._place_of(variable)
+        if place is not None:
+            return place
+        replica = context.replica_of(self._strategy, "device_of")
+        if replica is None or self._strategy._variable_placement is not VariablePlacement.MIRRORED:
+            return self._parameter_devices[0]
+        return self._strategy._engine.device_of_replica(replica)
+
+    def describe(self) -> str:
+        """What this strategy runs on, in words: replicas, devices, and how replicas talk to each other and why so. On a
+        coordinator also how many bytes of variables each parameter server holds.
+
+        Local: any process may call it alone.
+        """
+        engine = self._strategy._engine
+        return (
+            f"{type(self._strategy).__name__}: {engine.num_replicas} replicas, {len(engine.local_replicas)} of them in "
+            f"this process on {', '.join(self.worker_devices)}; variables on {self._strategy._variable_places}; "
+            f"communication: {self._strategy._communication}"
+        )
+
+    def estimate(self, model: nn.Module, optimizer: Optimizer | None = None) -> MemoryEstimate:
+        """Bytes that parameters, buffers, gradients and optimizer state will take, by device and on the host.
+
+        Call it before anything is allocated: ``model`` may be made on ``torch.device("meta")``, and ``optimizer`` over
+        its parameters; neither is changed. Counts the state that stays between steps, over all processes of the job,
+        without activations and batches. Local: any process may call it alone.
+        """
+        return memory.estimate(model, optimizer, self._strategy._engine.copies())
+
+    def _remember(self, variable: Variable) -> None:
+        """Number a variable that every process creates. Those made in a replica's code are left out, because a process
+        without rows does not run it."""
+        if context.replica_of(self._strategy, "Variable") is None:
+            key, variables = next(self._variable_numbers), self._variables
+            variables[key] = weakref.ref(variable, lambda _: variables.pop(key, None))
+
+    def _live_variables(self) -> dict[int, Variable]:
+        """The `Variable` objects of this strategy still in use, by a number that is the same on all processes."""
+        found = {number: reference() for number, reference in list(self._variables.items())}
+        return {number: variable for number, variable in found.items() if variable is not None}

@@ -1,0 +1,484 @@
+"""The one interface: what a training program says to whichever strategy it was given."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar, overload
+
+import torch
+from torch import nn
+
+from torchstrat import data
+from torchstrat.core import context, nest, notebook_html
+from torchstrat.core.devices import canonical
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
+from torchstrat.core.run_options import RunOptions, require_run_options
+from torchstrat.core.tracebacks import short_tracebacks, shorten
+from torchstrat.core.value_functions import ValueContext, distribute_values, local_results
+from torchstrat.core.values import (
+    DistributedValues,
+    PerReplica,
+    require_callable,
+    require_fitting_arguments,
+    require_kwargs,
+    require_list_or_tuple,
+)
+from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.core.variable.variable import Variable
+from torchstrat.data.options import InputOptions
+from torchstrat.distributed.cluster import DEFAULT_TIMEOUT
+from torchstrat.replicas.engine import ReplicaEngine
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.logical_devices import LogicalDeviceMethods
+from torchstrat.strategies.extended import StrategyExtended
+from torchstrat.strategies.tf_names import SeedNames
+
+logger = logging.getLogger("torchstrat.strategy")
+
+_DEVICES_SHOWN = 8
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@short_tracebacks
+class Scope:
+    """``with strategy.scope():``. May be entered again, also while it is open; `as` gives the strategy."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        self._strategy._enter_scope()
+        return self._strategy
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._strategy._leave_scope(failed=kind is not None)
+        counts = self._strategy._engine.registry.counts
+        logger.debug(
+            "the scope of %r is left; it knows %d modules, %d bare tensors, %d optimizers.", self._strategy, *counts
+        )
+
+
+@partial(short_tracebacks, but=("run",))
+class Strategy(SeedNames, LogicalDeviceMethods):
+    """Decides where variables live and on how many replicas a plain training step runs.
+
+    Never instantiated itself: `OneDeviceStrategy`, `MirroredStrategy`, `MultiWorkerMirroredStrategy`,
+    `CentralStorageStrategy`, `ParameterServerStrategy`, `TPUStrategy` are the final classes behind it. It is used like
+    this::
+
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.Adam(model.parameters())
+
+        def train_step(batch): ...        # plain PyTorch; closes over model and optimizer
+
+        for batch in strategy.distribute_dataset(loader):
+            losses = strategy.run(train_step, args=(batch,))
+            loss = strategy.reduce("mean", losses)
+    """
+
+    _engine: ReplicaEngine
+    _closed: bool = False
+    extended: StrategyExtended
+    """The lower-level interface, for library code: `StrategyExtended`."""
+
+    def __init__(self) -> None:
+        raise TypeError("Strategy is an interface; create one of its implementations, such as ts.MirroredStrategy().")
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all processes; every one runs the step on its share of a global batch."""
+        return self._engine.num_replicas
+
+    @property
+    def num_logical_devices(self) -> int:
+        """The number of devices that compute one replica together; what partitions of its tensors multiply to."""
+        return self._num_logical_devices
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one to print, log and save. Exactly one process of a job is."""
+        return self._engine.is_chief
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver this strategy was made with, or None on a single machine."""
+        return self.extended._cluster_resolver
+
+    # -- scope ------------------------------------------------------------------------------------------------------
+
+    def scope(self) -> Scope:
+        """Make this strategy current and record the modules, parameters and optimizers created in the block.
+
+        With several processes every one enters and leaves it; on leaving, all take over rank 0's initial values.
+        Raises `StrategyMixingError` inside another strategy's scope, `ContextError` inside a replica.
+        """
+        return Scope(self)
+
+    def _enter_scope(self) -> None:
+        context.require_cross(self, "scope")
+        self._engine.scope_opened()
+        context.push_cross(self)
+
+    def _leave_scope(self, *, failed: bool) -> None:
+        context.pop_cross(self)
+        self._engine.scope_closed(failed=failed)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of the runs in this block accumulate on each replica without being combined.
+
+        The first backward pass of a run after the block combines all of it; so does an optimizer's step, in a run or
+        outside (then every process has to make it), and a run in which some replicas have no rows.
+        """
+        self._engine.set_no_sync(True)
+        try:
+            yield
+        finally:
+            self._engine.set_no_sync(False)
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    # Types say what there is with several replicas; a program that is right for those is right for one. The structures
+    # that steps return most have overloads: their leaves are what is wrapped.
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., None],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> None: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., tuple[A, B]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> tuple[PerReplica[A], PerReplica[B]]: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., tuple[A, B, C]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> tuple[PerReplica[A], PerReplica[B], PerReplica[C]]: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., list[T]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> list[PerReplica[T]]: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., dict[K, T]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> dict[K, PerReplica[T]]: ...
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PerReplica[T]: ...
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call ``fn`` once per replica, each with its own components of the distributed values in the arguments.
+
+        Args:
+            fn: a plain function, the training step. Replicas of one process call it one after the other.
+            args, kwargs: nests; `PerReplica` and `Mirrored` leaves are opened, all else goes to every replica as it is.
+            options: a `RunOptions`; only TPUs use it.
+
+        Returns:
+            With one replica in all, what ``fn`` returned. Otherwise a nest of the structure that ``fn`` returned, with
+            `PerReplica` leaves; a leaf that is the very same object on all replicas of this process is not wrapped
+            (with one replica per process every leaf is, since the others' objects cannot be seen).
+
+        Every process has to call it, with the same ``fn``. Raises what a replica raised (with a note that names the
+        replica), `ReplicaDivergenceError` if replicas did not make the same collective calls, and `ContextError` inside
+        a replica. After a failure, with several replicas, parameters are as they were after the last optimizer step and
+        buffers as before the run. With one replica per process there is no copy of a parameter that the step edits in
+        place for the first time; a note at the exception names it.
+        """
+        try:
+            require_callable(fn, "run")
+            require_list_or_tuple(args)
+            require_kwargs(kwargs)
+            require_run_options(options)
+            context.require_cross(self, "run")
+            result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
+            checks = self.extended._periodic_checks
+            if checks is not None and (number := checks.is_due()):
+                self._check_replicas(f", after run {number}")
+            return result
+        except BaseException as error:
+            shorten(error)
+            if isinstance(error, TypeError) and not isinstance(error, WrongTypeError):
+                require_fitting_arguments(fn, args, kwargs)
+            raise
+
+    def _run_on_engine(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
+    ) -> Any:
+        """``options`` are about compiled steps."""
+        return self._engine.run(fn, args, kwargs)
+
+    def _check_replicas(self, when: str) -> None:
+        """See `StrategyExtended.check_replicas`; ``when``: ends the error's first sentence."""
+        self._engine.check_replicas(when)
+
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: DistributedValues[T], axis: Any = None, *, weighted: bool = False
+    ) -> torch.Tensor | T: ...
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: dict[K, PerReplica[T]], axis: Any = None, *, weighted: bool = False
+    ) -> dict[K, torch.Tensor | T]: ...
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any: ...
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any:
+        """Combine a value over replicas: "sum" or "mean".
+
+        Args:
+            value: a `PerReplica` value, or a nest of them; each leaf is reduced by itself.
+            axis: None combines element by element and needs equal shapes. An int or a tuple of ints also reduces those
+                dimensions; a mean then divides by the total number of entries, so partial batches weigh correctly.
+            weighted: of a "mean" without an axis: replicas count by their rows, as their gradients do (or by what the
+                step gave to `ReplicaContext.set_weight`), so that means over rows become the mean over the global
+                batch. For what `run` returned for a batch of `distribute_dataset`; `ValueError` where nothing says how
+                much each replica counts. Without it, replicas with few rows count like those with many.
+
+        Returns a tensor (nest of tensors), on every process, on the CPU where there are several processes. A sum keeps
+        the dtype, a mean of integers is of the default floating dtype. A plain Python number counts once per replica,
+        as one that all replicas returned does; the mean of equal ones is that number. Every process has to call it.
+        """
+        context.require_cross(self, "reduce")
+        op = ReduceOp.parse(reduce_op)
+        axis = parse_axis(axis, op)
+        if weighted:
+            require_mean_without_axis(op, axis)
+            return nest.map_structure(self._weighted_mean, value)
+        return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def _weighted_mean(self, leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            raise InvalidArgumentError(
+                "reduce with weighted=True got a Variable, which has no rows; leave weighted out, or pass what "
+                "strategy.run returned."
+            )
+        if not self._wraps_values and not isinstance(leaf, DistributedValues):
+            return self._reduce_leaf(ReduceOp.MEAN, leaf, None)
+        return self._engine.weighted_mean(leaf)
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> Any:
+        if isinstance(leaf, Variable):
+            return leaf._reduced(op, axis)
+        if axis is None and not self._wraps_values and not isinstance(leaf, torch.Tensor | DistributedValues):
+            return leaf  # one device has nothing to combine, and no reason to make an array or a variable a tensor
+        return self._engine.reduce(op, leaf, axis)
+
+    @overload
+    def gather(self, value: DistributedValues[Any], axis: Any) -> torch.Tensor: ...
+    @overload
+    def gather(self, value: Any, axis: Any) -> Any: ...
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Join the components of ``value`` (a `PerReplica` tensor, or a nest) along ``axis``, in replica order.
+
+        Sizes may differ along ``axis`` only. Every process has to call it, and gets the result, on the CPU.
+        """
+        context.require_cross(self, "gather")
+        dim = parse_gather_axis(axis)
+        return nest.map_structure(lambda leaf: self._gather_leaf(leaf, dim), value)
+
+    def _gather_leaf(self, leaf: Any, dim: int) -> Any:
+        return leaf._gathered(dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
+
+    @overload
+    def local_results(self, value: DistributedValues[T]) -> tuple[T, ...]: ...
+    @overload
+    def local_results(self, value: Any) -> tuple[Any, ...]: ...
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of ``value`` that live in this process, as a tuple; of a nest, a tuple of nests."""
+        return local_results(value, self._engine.local_replicas)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
+        """Call ``value_fn(ValueContext)`` for each replica of this process; the results as `PerReplica` leaves."""
+        context.require_not_mixed(self, "distribute_values_from_function")
+        replicas = self._engine.local_replicas
+        values: PerReplica[T] = distribute_values(value_fn, self.num_replicas_in_sync, replicas, self._wraps_values)
+        return values
+
+    _wraps_values = True
+    _per_replica_input: Literal["honoured", "refused"] = "honoured"
+    _variable_placement = VariablePlacement.MIRRORED
+
+    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        """Where a component of a new `Variable` is kept."""
+        return Cell(initial, device)
+
+    def _variable_made(self, variable: Variable) -> None:
+        """A `Variable` of this strategy is complete."""
+
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any:
+        """What to make instead of a `Variable`; None where this strategy does not split variables.
+
+        ``kind``: the aggregation and the synchronization."""
+        return None
+
+    def _place_of(self, variable: Any) -> str | None:
+        """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
+        return None
+
+    def _device_named(self, name: str | torch.device) -> str:
+        """The canonical form of a destination."""
+        return canonical(name)
+
+    def _colocating(self, variable: Any) -> AbstractContextManager[None]:
+        """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
+        return nullcontext()
+
+    def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
+        """How ``tensor`` is cut, for `explain_sharding`. Where replicas have one device, that has all of it."""
+        if self._annotator is None:
+            return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
+        entry = self._annotator.entry_of(tensor)
+        if entry is None:
+            raise InvalidArgumentError(
+                f"nobody has said how {name}, of shape {tuple(tensor.shape)}, is cut: it is no variable of this "
+                "strategy, and no annotation returned it. Pass what split_to_logical_devices returned, or a model of "
+                "the scope."
+            )
+        return entry
+
+    def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
+        """The replicas' devices, and the names of the devices by their numbers."""
+        if self._annotator is not None:
+            return self._annotator.grid()
+        devices = self.extended.worker_devices
+        return DeviceGrid(tuple((number,) for number in range(len(devices)))), list(devices)
+
+    def _pull(self, modules: list[nn.Module] | None) -> None:
+        """Bring values into this process's tensors; here the tensors are the variables."""
+
+    # -- input ------------------------------------------------------------------------------------------------------
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> data.DistributedDataset:
+        """Split the global batches of ``dataset`` over the replicas, in the background, each on its device.
+
+        Args:
+            dataset: a `torch.utils.data.DataLoader` whose ``batch_size`` is the global batch's, a `Dataset` or
+                `IterableDataset` of batches, arrays, or any iterable of nests of tensors.
+
+        Every process has to call it with an equal dataset. No row is lost: replicas that get none in the last step of
+        an epoch are left out of that step. See `InputOptions` for sharding over processes.
+        """
+        return data.distribute_dataset(self, self._engine.layout, dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[data.InputContext], Any], options: InputOptions | None = None
+    ) -> data.DistributedDataset:
+        """Like `distribute_dataset`, with a pipeline per process that yields batches of replica size.
+
+        ``dataset_fn`` gets an `InputContext` and does batching and sharding itself.
+        """
+        return data.distribute_datasets_from_function(self, self._engine.layout, dataset_fn, options)
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back what the strategy holds: threads, and the process group if it made one. May be called twice.
+
+        A strategy whose replicas are all in this process may be used again afterwards; its threads then come back.
+        """
+        self._closed = True
+        self._engine.close()
+
+    def __enter__(self) -> NoReturn:
+        raise ContextError("a strategy is not a context manager; write `with strategy.scope():`.")
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __copy__(self) -> NoReturn:
+        raise ContextError(
+            f"{type(self).__name__} cannot be copied by copy.copy: two strategies must not share variables. "
+            "copy.deepcopy makes a second one, without variables."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise WrongTypeError(
+            f"{type(self).__name__} cannot be pickled: its replicas, threads and connections belong to this process. "
+            "Make a strategy in each process, and save what was trained with ts.Checkpoint."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        return self._remake()
+
+    def _remake(self) -> Strategy:
+        """A new strategy made with the same arguments."""
+        return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
+
+    @property
+    def _variable_places(self) -> str:
+        """Who holds the variables, for people."""
+        return ", ".join(self.extended.parameter_devices)
+
+    @property
+    def _communication(self) -> str:
+        """See `ReplicaEngine.communication`."""
+        return self._engine.communication
+
+    def __repr__(self) -> str:
+        count = self.num_replicas_in_sync
+        replicas = f"{count} replica{'' if count == 1 else 's'}"
+        return f"<{type(self).__name__} with {replicas} on {_shortened(self.extended.worker_devices)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html.facts(repr(self), self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        """What there is to say of it in a table, from what this process knows: nobody is asked."""
+        yield "replicas", self.num_replicas_in_sync
+        yield "devices here", _shortened(self.extended.worker_devices)
+        yield "variables on", _shortened(self.extended.parameter_devices)
+        if self.num_logical_devices > 1:
+            yield "logical devices of a replica", self.num_logical_devices
+        yield "communication", self._communication
+        if self._closed:
+            yield "state", "closed"
+
+
+def _shortened(devices: Sequence[str]) -> str:
+    if len(devices) > _DEVICES_SHOWN:
+        return f"{devices[0]}, {devices[1]}, … {devices[-1]} ({len(devices)} in all)"
+    return ", ".join(devices)
+
+
+__all__ = ["DEFAULT_TIMEOUT", "DistributedValues", "Scope", "Strategy"]
