@@ -49,7 +49,7 @@ from torchstrat.checkpoint import items, optimizer_item, plain, safetensors_file
 from torchstrat.core import _torch_private
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server import job
-from torchstrat.sharding.dtensor import whole_states
+from torchstrat.sharding.dtensor import engine
 from torchstrat.sharding.dtensor.parameters import CutVariables
 
 consolidated = import_module("torchstrat.checkpoint.consolidate")  # where the function has the name of its module
@@ -408,7 +408,7 @@ FAULTS = (
     ),
     PlantedFault(
         "what has the shape of a piece is taken for one",
-        _off(whole_states, "_is_cut", lambda optimizer: True),
+        _off(engine, "_is_cut", lambda optimizer: True),
         _at("optimizer, Adafactor", "checkpoint to plain", places.LOGICAL_DEVICES),
     ),
 )

@@ -36,8 +36,8 @@ from torchstrat.checkpoint.items import Writes
 from torchstrat.checkpoint.manifest import NAME, check_file, checked, read_manifest, write_manifest
 from torchstrat.checkpoint.pieces import Piece
 from torchstrat.checkpoint.reading import INDEX, prepare
-from torchstrat.checkpoint.sharing import Offer, offers_of, selected, share
 from torchstrat.checkpoint.stored import open_checkpoint
+from torchstrat.checkpoint.writing import Offer, offers_of, selected, share
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 
 DTYPES = [

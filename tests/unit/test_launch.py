@@ -20,8 +20,8 @@ from torchstrat.core.waiting import is_listening
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
+from torchstrat.launch.local_cluster import ReservedPort
 from torchstrat.launch.output import Console, PrefixedOutput
-from torchstrat.launch.ports import ReservedPort
 from torchstrat.launch.restarts import Restarts
 from torchstrat.launch.supervised import Program, SupervisedProcess, describe_end, ordinal
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from torchstrat.core.randomness import state_of
-from torchstrat.data.own_draws import OwnDraws
-from torchstrat.data.process_streams import NumpyStream, PythonStream
+from torchstrat.data.own_draws import NumpyStream, OwnDraws, PythonStream
 
 
 def drawn() -> list[Any]:

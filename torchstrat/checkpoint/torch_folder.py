@@ -1,6 +1,11 @@
 """What torch.distributed.checkpoint wrote, read by torch's own reader.
 
 Also what torchstrat wrote in its first format, or on a machine with another order of bytes; then with checksums.
+
+Reading torch.distributed.checkpoint's index, ``.metadata``, which is a pickle, without running what is in it.
+
+A pickle names functions and calls them. An index needs the few classes that describe tensors and places in files, so
+only these are found; a file that names anything else, because it is damaged or made to do harm, is refused.
 """
 
 from __future__ import annotations
@@ -9,14 +14,18 @@ import dataclasses
 import io
 import math
 import os
-from collections import defaultdict
+import pathlib
+import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as File
 from pathlib import Path as Folder
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,10 +37,77 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchstrat.checkpoint.manifest import FileCheck, check_file
-from torchstrat.checkpoint.metadata_reading import read_metadata
 from torchstrat.checkpoint.pieces import Path, Piece
 from torchstrat.checkpoint.reading import INDEX
+from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError
+
+_MODULE = described.__name__
+_CLASSES: Mapping[tuple[str, str], Any] = {
+    **{
+        (_MODULE, name): getattr(described, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+        if hasattr(described, name)
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _torch_private.class_of_places(),
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+_KINDS_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def read_metadata(file: File) -> Metadata:
+    """Raises `InvalidArgumentError` naming what is in it that is no index's."""
+    try:
+        with file.open("rb") as stream:
+            found = _Unpickler(stream).load()
+    except Exception as error:  # whatever unpickling raises for bytes that are not what they were
+        raise InvalidArgumentError(f"{file} cannot be read as a checkpoint's metadata: {error}") from error
+    if not isinstance(found, Metadata):
+        raise InvalidArgumentError(f"{file} cannot be read as a checkpoint's metadata: it holds a {type(found)}.")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), _KINDS_OF_TORCH):
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath", "WindowsPath"):
+            return pathlib.PurePath  # where it was written, on whatever system
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how some versions of Python pickle members of an Enum
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no index of torch.distributed.checkpoint has. It is damaged, or was made "
+            "to run something; if you trust it, convert it with torch.distributed.checkpoint.format_utils."
+        )
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"{name!r} is no layout of tensors")
+    return found
+
+
+def _member(of: Any, name: str) -> Any:
+    encoding = _CLASSES.get((_MODULE, "_MEM_FORMAT_ENCODING"))
+    if encoding is None or of is not encoding:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {of!r}")
+    return encoding[name]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,264 @@
-"""The resolvers of jobs that Slurm or Kubernetes started; public in ``ts.cluster_resolver``."""
+"""The resolvers of jobs that Slurm or Kubernetes started; public in ``ts.cluster_resolver``.
+
+Both read what the launcher tells a process in its environment: of a step of Slurm (``scontrol`` is not called), of a
+pod's job (no API server is asked).
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, MutableMapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, WrongTypeError
-from torchstrat.distributed.cluster import Environment
-from torchstrat.distributed.cluster_environments import assign_roles
+from torchstrat.distributed.cluster import Environment, read_tf_config
+from torchstrat.distributed.cluster_environments import AssignedTask, Members, Variables, assign_roles, role_counts
 from torchstrat.distributed.cluster_spec import ClusterSpec
-from torchstrat.distributed.kubernetes import read_indexed_job, read_training_operator
 from torchstrat.distributed.resolver_interface import ClusterResolver, address_of
-from torchstrat.distributed.slurm import SlurmStep, read_slurm
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """The tasks of a Slurm step. ``hosts[i]`` runs ``tasks[i]`` of them; ``places[rank]`` is (index of its host, number
+    among the tasks of that host). ``gpus_on_node`` is None where Slurm does not say."""
+
+    hosts: tuple[str, ...]
+    tasks: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+    rank: int
+    gpus_on_node: int | None
+
+    def members(self, port_base: int) -> Members:
+        """Task ``k`` of a host listens on ``port_base + k``."""
+        addresses = (f"{self.hosts[host]}:{port_base + local}" for host, local in self.places)
+        return Members(tuple(addresses), self.rank)
+
+
+def read_slurm(environ: Environment, tasks_per_node: int | Mapping[str, int] | None = None) -> SlurmStep:
+    """What ``srun`` set. Ranks are placed as ``--distribution`` says: block by block, or in turn over the hosts.
+
+    Args:
+        tasks_per_node: In place of ``SLURM_STEP_TASKS_PER_NODE``: the same number for every host, or host → number.
+
+    Raises:
+        ClusterConfigError: variables are missing, malformed or contradict each other; the message lists all of them.
+    """
+    variables = Variables(environ)
+    hosts = _slurm_hosts(variables)
+    tasks = _slurm_tasks(variables, hosts, tasks_per_node)
+    rank = variables.number("SLURM_PROCID", least=0, below=sum(tasks) or None)
+    cyclic = re.split(r"[:,]", environ.get("SLURM_DISTRIBUTION", ""))[0] == "cyclic"
+    places = tuple(_in_turn(tasks) if cyclic else _in_blocks(tasks))
+    said = environ.get("SLURM_NODEID"), environ.get("SLURM_LOCALID")
+    if not variables.problems and None not in said and tuple(map(str, places[rank])) != said:
+        variables.problems.append(
+            f"SLURM_NODEID={said[0]!r} and SLURM_LOCALID={said[1]!r} put rank {rank} elsewhere than on node "
+            f"{places[rank][0]} as its task {places[rank][1]} (start the step with --distribution=block)"
+        )
+    gpus = variables.number("SLURM_GPUS_ON_NODE", least=0) if environ.get("SLURM_GPUS_ON_NODE") else None
+    variables.check("a Slurm step was to be described", "Start the process with srun, which sets these variables.")
+    return SlurmStep(tuple(hosts), tuple(tasks), places, rank, gpus)
+
+
+def _slurm_hosts(variables: Variables) -> list[str]:
+    name, text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    try:
+        return expand_node_list(text) if text else []
+    except ClusterConfigError as error:
+        variables.problems.append(f"{name}={text!r} is no list of nodes ({str(error).rstrip('.')})")
+        return []
+
+
+def _slurm_tasks(
+    variables: Variables, hosts: Sequence[str], tasks_per_node: int | Mapping[str, int] | None
+) -> list[int]:
+    """The number of tasks of each host, checked against the number of hosts and of tasks."""
+    if isinstance(tasks_per_node, Mapping):
+        missing = [host for host in hosts if host not in tasks_per_node]
+        if missing:
+            variables.problems.append(f"tasks_per_node={dict(tasks_per_node)} does not name the hosts {missing}")
+        return [tasks_per_node.get(host, 0) for host in hosts]
+    if tasks_per_node is not None:
+        return [tasks_per_node] * len(hosts)
+    name, text = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if not text:
+        return []
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    if None in parts:
+        variables.problems.append(f"{name}={text!r} must be a list such as '2(x3),1'")
+        return []
+    tasks = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if hosts and len(tasks) != len(hosts):
+        variables.problems.append(f"{name}={text!r} is about {len(tasks)} nodes, and there are {len(hosts)}: {hosts}")
+    total = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
+    if sum(tasks) != total and not variables.problems:
+        variables.problems.append(f"{name}={text!r} adds up to {sum(tasks)} tasks, and the step has {total}")
+    return tasks
+
+
+def _in_blocks(tasks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((host, local) for host, count in enumerate(tasks) for local in range(count))
+
+
+def _in_turn(tasks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return (
+        (host, local) for local in range(max(tasks, default=0)) for host in range(len(tasks)) if local < tasks[host]
+    )
+
+
+_NODE_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
+
+
+def expand_node_list(text: str) -> list[str]:
+    """``"n[001-003,007],m5"`` → ``["n001", "n002", "n003", "n007", "m5"]``. Brackets may stand anywhere, repeatedly.
+
+    Raises:
+        ClusterConfigError: unbalanced or empty brackets, an empty name, a range that runs backwards.
+    """
+    hosts: list[str] = []
+    position = 0
+    while True:
+        alternatives: list[list[str]] = []
+        while position < len(text) and text[position] != ",":
+            part = _NODE_PART.match(text, position)
+            if part is None:
+                raise ClusterConfigError(f"a bracket is not closed or not opened at {text[position:]!r}.")
+            alternatives.append([part[2]] if part[1] is None else _bracket(part[1]))
+            position = part.end()
+        if not alternatives:
+            raise ClusterConfigError("a name between commas is empty.")
+        hosts += ("".join(parts) for parts in itertools.product(*alternatives))
+        if position == len(text):
+            return hosts
+        position += 1
+
+
+def _bracket(content: str) -> list[str]:
+    """``"001-003,007"`` → the numbers, as wide as the first of their range is written."""
+    numbers: list[str] = []
+    for part in content.split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if bounds is None or int(bounds[2] or bounds[1]) < int(bounds[1]):
+            raise ClusterConfigError(f"[{content}] must hold numbers and ascending ranges, such as [1-3,7].")
+        numbers += (
+            str(number).zfill(len(bounds[1])) for number in range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1)
+        )
+    return numbers
+
+
+def read_indexed_job(
+    environ: Environment, jobs: Mapping[str, int] | None, job_name: str | None, subdomain: str, port: int
+) -> AssignedTask:
+    """The pods of a Job with ``completionMode: Indexed`` behind a headless service: ``JOB-INDEX.SUBDOMAIN:port``.
+
+    Args:
+        jobs: Role → number of pods, in the order of their indices; needed, as no variable says how many there are.
+        job_name: The Job's name; None takes it from ``HOSTNAME``, which is ``JOB-INDEX`` in such a pod.
+        subdomain: The pods' ``subdomain``, the name of the service.
+
+    Raises:
+        ClusterConfigError: variables are missing or malformed, or the index is beyond the roles.
+    """
+    variables = Variables(environ)
+    counts = role_counts(jobs) if jobs is not None else {}
+    if not sum(counts.values()):
+        variables.problems.append(f"jobs={jobs!r} does not say how many pods there are; write {{'ps': 2, 'worker': 4}}")
+    index = variables.number("JOB_COMPLETION_INDEX", least=0, below=sum(counts.values()) or None)
+    if job_name is None:
+        _, host = variables.text("HOSTNAME")
+        job_name, _, last = host.partition(".")[0].rpartition("-")
+        if host and (not job_name or last != environ.get("JOB_COMPLETION_INDEX")):
+            variables.problems.append(
+                f"HOSTNAME={host!r} is not the Job's name, a dash and JOB_COMPLETION_INDEX (give job_name=)"
+            )
+    variables.check(
+        f"subdomain={subdomain!r} says that this is a pod of an indexed Job",
+        "Set completionMode: Indexed and subdomain in the Job, and describe all of its pods in jobs.",
+    )
+    addresses = tuple(f"{job_name}-{pod}.{subdomain}:{port}" for pod in range(sum(counts.values())))
+    return assign_roles(Members(addresses, index), counts)
+
+
+def read_training_operator(environ: Environment, jobs: Mapping[str, int] | None) -> AssignedTask:
+    """What Kubeflow's training operator set in this pod: ``TF_CONFIG`` (TFJob), or ``PET_…`` and ``MASTER_ADDR``
+    (PyTorchJob, TrainJob), where each pod is one process of the cluster.
+
+    Args:
+        jobs: Role → number of pods, in the order of their ranks; only where ``TF_CONFIG`` does not say it.
+
+    Raises:
+        ClusterConfigError: neither is there, or variables are missing or malformed.
+    """
+    if environ.get("TF_CONFIG"):
+        return _from_tf_job(environ, jobs)
+    if not any(environ.get(name) for name in ("PET_MASTER_ADDR", "MASTER_ADDR", "PET_RDZV_ENDPOINT")):
+        raise ClusterConfigError(
+            "nothing in the environment describes a Kubernetes job: TF_CONFIG (TFJob), PET_MASTER_ADDR and MASTER_ADDR "
+            "(PyTorchJob) are not set. For a Job with completionMode: Indexed give subdomain= and jobs=."
+        )
+    return assign_roles(_read_pytorch_job(environ), jobs)
+
+
+def _from_tf_job(environ: Environment, jobs: Mapping[str, int] | None) -> AssignedTask:
+    config = read_tf_config(environ)
+    parts = {"cluster": config.cluster or None, "task.type": config.task_type, "task.index": config.task_id}
+    problems = [f"{key} is missing" for key, value in parts.items() if value is None]
+    if jobs is not None:
+        problems.append(f"jobs={dict(jobs)} is given too, and the roles are already known")
+    if problems or config.task_type is None or config.task_id is None:
+        raise ClusterConfigError(
+            f"TF_CONFIG says that this is a pod of a TFJob, but {'; '.join(problems)}. Give a whole TF_CONFIG and no "
+            "jobs, or unset it."
+        )
+    return AssignedTask(config.cluster, config.task_type, config.task_id)
+
+
+def _read_pytorch_job(environ: Environment) -> Members:
+    variables = Variables(environ)
+    host, port = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR"), 0
+    if host:
+        port = variables.number("PET_MASTER_PORT", "MASTER_PORT", least=1, below=65536)
+    else:
+        name, endpoint = variables.text("PET_RDZV_ENDPOINT")
+        host, _, text = endpoint.rpartition(":")
+        port = int(text) if text.isdecimal() else 0
+        if not host or not 0 < port < 65536:
+            variables.problems.append(f"{name}={endpoint!r} must be 'host:port'")
+    if ":" in environ.get("PET_NNODES", ""):
+        variables.problems.append(
+            f"PET_NNODES={environ['PET_NNODES']!r} is a range: an elastic job does not say how many pods there are"
+        )
+    size = 0 if variables.problems else variables.number("PET_NNODES", "WORLD_SIZE", least=1)
+    rank = variables.number("PET_NODE_RANK", "RANK", least=0, below=size or None)
+    if host in ("localhost", "127.0.0.1"):  # so the first pod of older operators is told its own address
+        _, host = variables.text("HOSTNAME")
+    hosts = _pods_after(host, size)
+    if hosts is None:
+        variables.problems.append(
+            f"the first pod is called {host!r}, which does not tell the names of the other {size - 1}: it should end "
+            "in '-master-0' or '-0'"
+        )
+    variables.check(
+        "PET_… and MASTER_ADDR say that this is a pod of a PyTorchJob",
+        "Start it through the training operator, or describe the cluster with SimpleClusterResolver.",
+    )
+    return Members(tuple(f"{host}:{port}" for host in hosts or ()), rank)
+
+
+def _pods_after(first: str, count: int) -> list[str] | None:
+    """The host names of all pods from the first one's, by the operator's rule; None where it does not apply."""
+    if count <= 1:
+        return [first] * count
+    name, dot, domain = first.partition(".")
+    if name.endswith("-master-0"):
+        job = name.removesuffix("-master-0")
+        return [first, *(f"{job}-worker-{worker}{dot}{domain}" for worker in range(count - 1))]
+    if name.endswith("-0"):
+        return [f"{name.removesuffix('0')}{pod}{dot}{domain}" for pod in range(count)]
+    return None
 
 
 class SlurmClusterResolver(ClusterResolver):

@@ -1,4 +1,7 @@
-"""The servers and workers of one cluster as processes of this machine."""
+"""The servers and workers of one cluster as processes of this machine.
+
+Loopback addresses that stay the same task's while its processes come and go.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import atexit
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,13 +32,43 @@ from torchstrat.launch.fork_server import (
     why_not,
 )
 from torchstrat.launch.output import Console
-from torchstrat.launch.ports import ReservedPort
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.launch.supervised import Process, Program, Starter, SupervisedProcess
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
+
+HOST = "127.0.0.1"
+
+
+class ReservedPort:
+    """A free TCP port of the loopback interface, kept from others until `close`.
+
+    It is bound here and not listened on. With SO_REUSEADDR on both sockets Linux lets a task listen on it all the same,
+    again after each restart, while nobody is given it by chance, neither as a free port nor as the near end of a
+    connection. (A port that is looked up and let go can be gone at the next restart.) Other systems refuse a second
+    socket, so there the port is let go at once: a task that finds it taken ends and is started again.
+    """
+
+    _HOLDS = sys.platform == "linux"
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((HOST, 0))
+            self.address = f"{HOST}:{self._socket.getsockname()[1]}"
+        except BaseException:
+            self._socket.close()
+            raise
+        if not self._HOLDS:
+            self._socket.close()
+
+    def close(self) -> None:
+        """Let others have it. May be called twice."""
+        self._socket.close()
+
 
 SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")
 GRACE_SECONDS = 10.0

@@ -1,14 +1,23 @@
-"""`SidecarEvaluator`: evaluates the checkpoints of a training that runs elsewhere."""
+"""`SidecarEvaluator`: evaluates the checkpoints of a training that runs elsewhere.
+
+`WatchedDirectory` reads what is in their directory while the training adds to it and deletes from it; means of metrics
+are over all rows of some batches, each row counted once, under any strategy or none; a `FinishRequest` may come from a
+signal handler.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import re
 import signal
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -19,20 +28,205 @@ from torch import nn
 
 from torchstrat.checkpoint.checkpoint import Checkpoint
 from torchstrat.checkpoint.evaluation.journal import Evaluation, Journal
-from torchstrat.checkpoint.evaluation.request import FinishRequest
-from torchstrat.checkpoint.evaluation.scoring import Metric, score
-from torchstrat.checkpoint.evaluation.watched import Found, WatchedDirectory, fingerprint
 from torchstrat.checkpoint.finished import last_step
-from torchstrat.core.errors import (
-    CommunicationTimeoutError,
-    InvalidArgumentError,
-    WrongTypeError,
-)
+from torchstrat.checkpoint.folder import is_checkpoint
+from torchstrat.checkpoint.manifest import NAME as MANIFEST
+from torchstrat.core import nest
+from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
+from torchstrat.data import unmarked
 from torchstrat.data.distributed import DistributedDataset
 from torchstrat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.processes import Processes
+
+
+class FinishRequest:
+    """Like `threading.Event`, whose lock a signal handler cannot take while the same thread waits with it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put is reentrant
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wake.put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, seconds: float) -> None:
+        """Return after so many seconds, or when it is set. One thread waits at a time."""
+        if not self._is_set:
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=seconds)
+
+
+_FOLDER = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint as it was when it was looked for.
+
+    ``fingerprint``: of its contents, the same after a copy; another one when the step is saved again with other
+    values, as a training does that went back to an earlier checkpoint. Empty while the checkpoint is incomplete.
+    ``changed``: when something in the folder last came or went, in nanoseconds; tells an incomplete one from the same
+    one, further on.
+    """
+
+    step: int
+    folder: Path
+    fingerprint: str
+    changed: int
+
+
+class WatchedDirectory:
+    """A directory of folders ``step-00000042``, which need not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[Path, tuple[tuple[int, int], Found]] = {}
+
+    def checkpoints(self) -> list[Found]:
+        """All that are there, by step. One that is deleted meanwhile is there or not. Raises `InvalidArgumentError`."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise InvalidArgumentError(f"checkpoint_dir={self.path} cannot be read: {error}") from error
+        before, self._known = self._known, {}
+        for name in names:
+            if step := _FOLDER.fullmatch(name):
+                self._look_at(int(step[1]), self.path / name, before)
+        return sorted((found for _, found in self._known.values()), key=lambda found: found.step)
+
+    def forget(self, folder: Path) -> None:
+        """Open this one again at the next look: its files were changed in place."""
+        self._known.pop(folder, None)
+
+    def _look_at(self, step: int, folder: Path, before: dict[Path, tuple[tuple[int, int], Found]]) -> None:
+        """A folder whose own data is what it was is not opened again: there may be hundreds of them on a slow disk."""
+        try:
+            stat = folder.stat()
+        except OSError:
+            return
+        identity = (stat.st_ino, stat.st_mtime_ns)
+        known = before.get(folder)
+        if known is None or known[0] != identity:
+            known = identity, Found(step, folder, fingerprint(folder) or "", stat.st_mtime_ns)
+        self._known[folder] = known
+
+
+def fingerprint(folder: Path) -> str | None:
+    """Of a checkpoint's contents: of the checksums of its files, so that it costs next to nothing. None where there is
+    no complete checkpoint."""
+    if not is_checkpoint(folder):
+        return None
+    for name in (MANIFEST, ".metadata"):  # torch.distributed.checkpoint by itself writes no checksums
+        try:
+            content = (folder / name).read_bytes()
+        except OSError:
+            continue
+        return f"{zlib.crc32(content):08x}-{len(content)}"
+    return None
+
+
+Metric = Callable[[Any, Any], Any]
+"""``metric(outputs, targets)`` of one batch → a tensor ``(rows,)``, or the mean over the rows: a tensor or a number."""
+
+
+def score(
+    model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric], strategy: Strategy | None
+) -> dict[str, float]:
+    """The mean of each metric over the rows of all batches.
+
+    Args:
+        model: In evaluation mode; called with the inputs, in the replicas.
+        batches: Pairs ``(inputs, targets)``, each a nest of tensors with rows in dim 0; distributed, with a strategy.
+        metrics: Called in the replicas, without gradients.
+        strategy: None: everything is computed here, where the model is.
+
+    Raises:
+        WrongTypeError: a batch is no such pair.
+        InvalidArgumentError: there are no rows; a metric returns neither a number nor one for each row.
+    """
+
+    def measure(batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return _measure(model, batch, metrics)
+
+    total = torch.zeros(1 + len(metrics), dtype=torch.float64)
+    place = _device_of(model)
+    for batch in batches:
+        if strategy is None:
+            total += measure(_moved(batch, place)).cpu()
+        else:
+            total += _over_replicas(strategy, strategy.run(measure, args=(batch,))).cpu()
+    rows, *sums = total.tolist()
+    if not rows:
+        raise InvalidArgumentError("the data to evaluate on has no rows; give at least one batch.")
+    return {name: value / rows for name, value in zip(metrics, sums, strict=True)}
+
+
+def _over_replicas(strategy: Strategy, measured: Any) -> torch.Tensor:
+    if isinstance(measured, torch.Tensor):  # there is one replica, or only one of them had rows
+        return measured
+    reduced: torch.Tensor = strategy.reduce("sum", measured, axis=None)
+    return reduced
+
+
+def _measure(model: nn.Module, batch: Any, metrics: Mapping[str, Metric]) -> torch.Tensor:
+    """``(1 + metrics,)``: the batch's rows, and the sum of each metric over them."""
+    inputs, targets = _pair(batch)
+    first = next((leaf for leaf in nest.leaves(targets) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    if first is None:
+        raise WrongTypeError(f"the targets of a batch have no tensor with rows in dim 0; got {type(targets).__name__}.")
+    rows, device = len(first), first.device
+    # Sums over many rows need the digits; accelerators other than CUDA's have no float64.
+    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    if not rows:  # a mean over no rows is not a number
+        return torch.zeros(1 + len(metrics), dtype=dtype, device=device)
+    outputs = model(inputs)
+    sums = [_sum(name, metric(outputs, targets), rows).to(device, dtype) for name, metric in metrics.items()]
+    return torch.stack([torch.tensor(rows, dtype=dtype, device=device), *sums])
+
+
+def _sum(name: str, returned: Any, rows: int) -> torch.Tensor:
+    value = torch.as_tensor(returned)
+    if value.dtype in (torch.bool, torch.float16, torch.bfloat16) or not value.dtype.is_floating_point:
+        value = value.to(torch.float32)
+    if value.dim() == 0:
+        return value * rows
+    if value.shape != (rows,):
+        raise InvalidArgumentError(
+            f"metrics[{name!r}] returned shape {tuple(value.shape)} for a batch of {rows} rows; return one number, the "
+            f"mean over the rows, or a tensor ({rows},) with one for each."
+        )
+    return value.sum()
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise WrongTypeError(
+        f"metrics= needs batches of (inputs, targets); got {type(batch).__name__}"
+        f"{f' of {len(batch)}' if isinstance(batch, list | tuple) else ''}. For other batches give evaluate_fn=, which "
+        "gets the model and the data."
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in model.parameters()), None)
+
+
+def _moved(batch: Any, place: torch.device | None) -> Any:
+    plain = unmarked(batch)
+    if place is None:
+        return plain
+    return nest.map_structure(lambda leaf: leaf.to(place) if isinstance(leaf, torch.Tensor) else leaf, plain)
+
 
 _CHOICE = "choosing a checkpoint to evaluate"
 

@@ -1,18 +1,24 @@
-"""Replicas and their logical devices as one compiled program. See `lanes` for how a step runs for all of them."""
+"""Replicas and their logical devices as one compiled program. See `lanes` for how a step runs for all of them.
+
+With the annotations that cut tensors over a replica's logical devices, forward and backward, and the step that sees the
+global batch as one, for models that cannot be mapped over replicas.
+"""
 
 from __future__ import annotations
 
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from torchstrat.core import context, nest, reduction
+from torchstrat.core.context import ReplicaContext, enter
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.memory import Copies
 from torchstrat.core.reduction import Axis, ReduceOp
@@ -24,12 +30,13 @@ from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import WorkerThreads
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.logical_devices import Assignments
 from torchstrat.sharding.tpu import lane_values
-from torchstrat.sharding.tpu.annotations import Annotations
 from torchstrat.sharding.tpu.backward import LaneWeights, Meet
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
+from torchstrat.sharding.tpu.draws import is_draw, is_fill, on_host
 from torchstrat.sharding.tpu.feeding import Feeder, LanePlacement
-from torchstrat.sharding.tpu.global_view import record_global_view
 from torchstrat.sharding.tpu.inputs import Inputs, Pass, Stacked, global_inputs
 from torchstrat.sharding.tpu.lane_values import LaneValues
 from torchstrat.sharding.tpu.lanes import Lanes
@@ -37,9 +44,125 @@ from torchstrat.sharding.tpu.limits import refused_program
 from torchstrat.sharding.tpu.passes import Passes
 from torchstrat.sharding.tpu.random_stream import RandomStream
 from torchstrat.sharding.tpu.recording import Recording
+from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
-from torchstrat.sharding.tpu.step_mode import optimizers_watched
+from torchstrat.sharding.tpu.step_mode import RecordedMode, optimizers_watched
 from torchstrat.sharding.tpu.variables import DeviceVariables, ShardingOf
+
+
+class _Cut(torch.autograd.Function):
+    """A copy that is cut, and whose gradient is cut the same way.
+
+    A copy, because a tensor that is cut already cannot be cut otherwise, and chains of annotations may."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, annotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.annotate = annotate
+        # Not clone(): of an input of the program that is the input itself, which has been cut already.
+        cut = torch.cat([tensor.unsqueeze(0)]).squeeze(0)
+        annotate(cut)
+        return cut
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Cut.apply(gradient, ctx.annotate), None  # type: ignore[no-untyped-call]
+
+
+class Annotations:
+    """What was said about tensors of one strategy."""
+
+    def __init__(self, runtime: SpmdRuntime, grid: DeviceGrid, variables: DeviceVariables) -> None:
+        self._runtime, self._grid, self._variables = runtime, grid, variables
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], ShardedEntry]] = {}
+        self.assignments = Assignments(
+            "a compiled program runs on all logical devices at once and cannot keep a tensor to one of them"
+        )
+
+    def cut(self, tensor: torch.Tensor, sharding: Sharding, lanes: Lanes | None) -> torch.Tensor:
+        """``tensor`` cut like ``sharding``. ``lanes``: of the pass that is recorded, if one is."""
+        if lanes is not None and lanes.is_lane_tensor(tensor):
+            with lanes.left("a logical device annotation"):
+                stacked = self._cut(lanes.stacked(tensor), sharding.stacked())
+            cut = lanes.hide(stacked)
+            self._remember(cut, ShardedEntry(tuple(stacked.shape), sharding.stacked(), cut.dtype))
+            return cut
+        if self._variables.is_variable(tensor):
+            self._variables.shard(tensor, sharding)
+            return tensor
+        if tensor.device != self._runtime.device:
+            tensor = tensor.to(self._runtime.device)
+        with nullcontext() if lanes is None else lanes.left("a logical device annotation"):
+            cut = self._cut(tensor, sharding)
+        self._remember(cut, ShardedEntry(tuple(cut.shape), sharding, cut.dtype))
+        return cut
+
+    def _cut(self, tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        def annotate(one: torch.Tensor) -> None:
+            self._runtime.annotate(one, sharding, self._grid)
+
+        cut: torch.Tensor = _Cut.apply(tensor, annotate)  # type: ignore[no-untyped-call]
+        return cut
+
+    def _remember(self, tensor: torch.Tensor, entry: ShardedEntry) -> None:
+        key, entries = id(tensor), self._entries
+        entries[key] = weakref.ref(tensor, lambda _: entries.pop(key, None)), entry
+
+    def entry_of(self, tensor: torch.Tensor) -> ShardedEntry | None:
+        """How a variable or an annotated tensor is cut; None for a tensor about which nothing was said."""
+        if self._variables.is_variable(tensor):
+            return ShardedEntry(tuple(tensor.shape), self._variables.planned(tensor), tensor.dtype)
+        found = self._entries.get(id(tensor))
+        return None if found is None or found[0]() is not tensor else found[1]
+
+
+_LAYERS = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
+"""They run as they are where nothing is mapped."""
+
+
+def record_global_view(
+    strategy: Any,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    logical_devices: int,
+    stream: RandomStream,
+) -> Any:
+    """Call ``fn`` once, on tensors of the global batch; what it returned."""
+    rewrites = Rewrites(_itself, logical_devices=logical_devices)
+
+    def find(func: Any) -> Callable[..., Any] | None:
+        return None if func in _LAYERS else rewrites.find(func)
+
+    with enter(strategy, ReplicaContext(strategy, 0)), _GlobalMode(device, find, stream).active():
+        return fn(*args, **kwargs)
+
+
+class _GlobalMode(RecordedMode):
+    """With random numbers that are one device's."""
+
+    def __init__(self, device: torch.device, find: Callable[[Any], Any], stream: RandomStream) -> None:
+        super().__init__(device, find)
+        self._stream = stream
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_draw(func):
+            self._stream.seeded_in_step()
+            if kwargs.get("generator") is not None:
+                return self._drawn(func, args, kwargs)
+        return super()._call(func, types, args, kwargs)
+
+    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        drawn: torch.Tensor = on_host(func, args, kwargs).detach().to(self._device)
+        if not is_fill(func):
+            return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
+        with torch.no_grad():
+            target: torch.Tensor = args[0] if args else kwargs["tensor"]
+            return target.copy_(drawn)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Recordings(threading.local):

@@ -1,4 +1,7 @@
-"""`strategy.extended`: what library code needs beyond `Strategy` itself."""
+"""`strategy.extended`: what library code needs beyond `Strategy` itself.
+
+Functions run on every component of a variable: what `StrategyExtended.update` does.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,102 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core import context, memory
+from torchstrat.core import context, memory, nest
+from torchstrat.core.context import enter, enter_cross
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.values import require_callable
+from torchstrat.core.value_functions import local_results
+from torchstrat.core.values import Mirrored, PerReplica, require_callable, select_replica
+from torchstrat.core.variable.assignment import updating
+from torchstrat.core.variable.creation import from_first_replica
 from torchstrat.core.variable.storage import VariablePlacement
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.per_process.drift import PeriodicChecks
-from torchstrat.strategies.extended import component_updates
 from torchstrat.strategies.extended import destinations as placing
 
 if TYPE_CHECKING:
     from torchstrat.sharding.dtensor.traffic import Traffic
     from torchstrat.strategies.strategy import Strategy
+
+
+def update(
+    strategy: Strategy, var: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+) -> Any:
+    """Call ``fn`` for each component of ``var`` in cross-replica context; see `StrategyExtended.update`."""
+    one_replica = strategy._variable_placement is VariablePlacement.ONE
+    if not one_replica and not strategy.extended.variable_created_in_scope(var):
+        raise InvalidArgumentError(
+            f"update needs a variable of {strategy!r}: a ts.Variable made in its scope, or a parameter or buffer that "
+            f"it has seen; got {type(var).__name__} {var!r:.80}."
+        )
+    if isinstance(var, Variable) and var._components:
+        components = dict(zip(var._replicas, var._components, strict=True))
+        return _for_each(strategy, lambda replica, *a, **k: fn(components[replica], *a, **k), args, kwargs, group)
+    if isinstance(var, Variable) and var._kind is VariablePlacement.CENTRAL:
+        var = var._view(var._cells[0])
+    with torch.no_grad():  # a parameter may be edited in place
+        return _once(strategy, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+
+
+def update_non_slot(
+    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+) -> Any:
+    """Call ``fn`` where state that belongs to no single variable lives: once, or once per replica where mirrored."""
+    if strategy._variable_placement is VariablePlacement.MIRRORED:
+        return _for_each(strategy, lambda _, *a, **k: fn(*a, **k), args, kwargs, group)
+    return _once(strategy, fn, args, kwargs, group)
+
+
+def _once(
+    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+) -> Any:
+    central = strategy._variable_placement is VariablePlacement.CENTRAL
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica | Mirrored):
+            return leaf
+        value = leaf.values[0]
+        return from_first_replica(strategy, value) if central and isinstance(value, torch.Tensor) else value
+
+    with enter_cross(strategy):
+        result = fn(*nest.map_structure(first, list(args)), **nest.map_structure(first, kwargs))
+    return result if group else _opened(strategy, result)
+
+
+def _for_each(
+    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+) -> Any:
+    """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
+    replicas, results = strategy._engine.local_replicas, []
+    inputs = [(select_replica(replica, list(args)), select_replica(replica, kwargs)) for replica in replicas]
+    for replica, (own_args, own_kwargs) in zip(replicas, inputs, strict=True):
+        with enter(strategy, None), updating(replica):
+            results.append(fn(replica, *own_args, **own_kwargs))
+    if strategy.num_replicas_in_sync == 1:
+        return results[0] if group else _opened(strategy, results[0])
+    grouped = nest.map_structure(lambda *leaves: _group(leaves, replicas), results[0], *results[1:])
+    return grouped if group else _opened(strategy, grouped)
+
+
+def _group(leaves: tuple[Any, ...], replicas: tuple[int, ...]) -> Any:
+    """One leaf of what the calls returned: the variable whose components these are, one object, or `Mirrored`."""
+    first = leaves[0]
+    if isinstance(first, Variable) and first._container is not None:
+        container = first._container
+        if all(leaf is component for leaf, component in zip(leaves, container._components, strict=True)):
+            return container
+    if len(leaves) > 1 and all(leaf is first for leaf in leaves):
+        return first
+    return Mirrored(leaves, replica_ids=replicas)
+
+
+def _opened(strategy: Strategy, result: Any) -> Any:
+    replicas = strategy._engine.local_replicas
+    return nest.map_structure(lambda leaf: local_results(leaf, replicas), result)
+
 
 logger = logging.getLogger("torchstrat.strategy")
 
@@ -159,7 +242,7 @@ class StrategyExtended:
         require_callable(fn, "update")
 
         def across(strategy: Any, *merged_args: Any, **merged_kwargs: Any) -> Any:
-            return component_updates.update(strategy, var, fn, merged_args, merged_kwargs, group)
+            return update(strategy, var, fn, merged_args, merged_kwargs, group)
 
         if context.replica_of(self._strategy, "update") is None:
             return across(self._strategy, *args, **(kwargs or {}))
@@ -176,7 +259,7 @@ class StrategyExtended:
         """Run ``fn(*args, **kwargs)`` at each place that `non_slot_devices` gave; results as of `update`."""
         require_callable(fn, "update_non_slot")
         context.require_cross(self._strategy, "update_non_slot")
-        return component_updates.update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
+        return update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
 
     def read_var(self, v: Any) -> torch.Tensor:
         """The current value of a variable, as a new tensor."""

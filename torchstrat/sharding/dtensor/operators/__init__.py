@@ -13,7 +13,6 @@ from torchstrat.sharding.dtensor.operators import (
     normalization,
     reductions,
     shapes,
-    softmax,
 )
 from torchstrat.sharding.dtensor.operators.rules import apply, operators, with_stand_ins
 
