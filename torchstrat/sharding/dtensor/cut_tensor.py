@@ -75,6 +75,10 @@ class CutTensor(DTensor):
 
         return whole(self)
 
+    def share_memory_(self) -> Any:
+        """Refused as a method too: PyTorch's own ends the process where the class of a tensor is not asked."""
+        raise refused("Tensor.share_memory_")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         with WithoutSubclasses():
             shape, dtype = tuple(self.shape), self.dtype
