@@ -321,6 +321,22 @@ def way_to_tell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_private_pages
+def test_what_is_held_stays_when_memory_is_shown_anew() -> None:
+    kinds = [Kind((PAGE // 4,), (1,), torch.float32), Kind((PAGE // 2,), (1,), torch.float32)]
+    memory = memory_of(*kinds)
+    held, edited = memory.places(kinds)
+    held.written.fill_(1.0)
+    edited.shown.fill_(2.0)
+    memory.show_anew([held.shown])
+    held_anew, edited_anew = (memory.again(*pair) for pair in zip((held, edited), kinds, strict=True))
+    held.written.fill_(3.0)
+    assert (held.shown == 1.0).all()
+    assert (held_anew.shown == 3.0).all()
+    assert (edited_anew.shown == 2.0).all()  # nobody has published it yet
+    assert memory.edits() == [(PAGE, 3 * PAGE)]
+
+
+@needs_private_pages
 @pytest.mark.usefixtures("way_to_tell")
 def test_pages_that_were_written_to_are_told_apart() -> None:
     kind = Kind((1000, 1024), (1024, 1), torch.float32)

@@ -64,6 +64,36 @@ def _of_torch(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
     return average, lambda: average.update_parameters(model)
 
 
+def _exchanging(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
+    """Two models whose elements change places, as averages and weights do for an evaluation."""
+    other = copy.deepcopy(model)
+
+    def exchange() -> None:
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            mine.data, theirs.data = theirs.data, mine.data
+
+    return other, exchange
+
+
+def elements_set_aside() -> Training:
+    """Every other step trains other elements; then the parameters get those back that they had, not copies."""
+    model = Mlp()
+    kept: list[torch.Tensor] = []
+
+    def before(step_index: int) -> None:
+        if step_index % 2:
+            kept[:] = [parameter.data for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        if step_index % 2:
+            for parameter, elements in zip(model.parameters(), kept, strict=True):
+                parameter.data = elements
+
+    return Training(plain_step(model, adam(model)), {"model": model}, before=before, after=after)
+
+
 def deepcopy_in_step(*, keep: bool) -> Training:
     """A target network copied inside the step: afresh every time, or only at every second step."""
     model = Mlp()
@@ -322,7 +352,11 @@ _of_scaler: dict[str, Any] = {"tolerance": 1e-5, "dtype": torch.float32}
 CASES = (
     *(
         Case(f"{name}_{where}", partial(averaged, make, in_step=where == "in_step"))
-        for name, make in {"moving_average": _copied, "averaged_model": _of_torch}.items()
+        for name, make in {
+            "moving_average": _copied,
+            "averaged_model": _of_torch,
+            "elements_exchanged": _exchanging,
+        }.items()
         for where in ("in_step", "outside")
     ),
     Case("deepcopy_in_step", partial(deepcopy_in_step, keep=False)),
@@ -346,5 +380,5 @@ CASES = (
         }.items()
     ),
     *named(inner_optimizer_over_tensors, inner_optimizer_over_a_copy, batches=_inner),
-    *named(adversarial_input, evaluated_between_steps, evaluated_in_step, edited_between_steps),
+    *named(adversarial_input, evaluated_between_steps, evaluated_in_step, edited_between_steps, elements_set_aside),
 )

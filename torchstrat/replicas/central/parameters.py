@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from torchstrat.core._torch_private import tensors_in_storage
 from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
@@ -97,6 +98,18 @@ class _Home(NamedTuple):
     kind: Kind
     address: int
     """Of the place, as this rank is shown it."""
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype == self.kind.dtype and tensor.shape == self.kind.shape and tensor.is_cpu
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements lie in the place."""
+        return self.fits(tensor) and tensor.data_ptr() == self.address and tensor.stride() == self.kind.stride
+
+    def again(self) -> _Home:
+        """Once the memory is shown elsewhere."""
+        place = self.place.memory.again(self.place, self.kind)
+        return self._replace(place=place, address=place.shown.data_ptr())
 
 
 class CentralParameters:
@@ -195,22 +208,43 @@ class CentralParameters:
         would be torn from, lives elsewhere from now on; whether any has.
         """
         has_left = self.staged is not None and self._let_staged_go(self.staged)
-        for key, (reference, place, kind, address) in list(self._homes.items()):
-            tensor = reference()
-            if tensor is None:
-                continue
-            is_alike = tensor.dtype == kind.dtype and tensor.shape == kind.shape and tensor.is_cpu
-            if is_alike and tensor.data_ptr() == address and tensor.stride() == kind.stride:
-                continue
-            if is_alike and tensor.untyped_storage().nbytes() == kind.bytes:
+        away = {
+            key: tensor
+            for key, home in self._homes.items()
+            if (tensor := home.reference()) is not None and not home.has(tensor)
+        }
+        if away:
+            self._leave_what_is_held(away)
+        for key, tensor in away.items():
+            home = self._homes[key]
+            if home.fits(tensor) and tensor.untyped_storage().nbytes() == home.kind.bytes:
                 with torch.no_grad():
-                    place.shown.copy_(tensor)
-                tensor.data = place.shown
+                    home.place.shown.copy_(tensor)
+                tensor.data = home.place.shown
             else:
                 del self._homes[key]
                 self._left[key] = weakref.ref(tensor)
                 has_left = True
         return has_left
+
+    def _leave_what_is_held(self, away: Iterable[int]) -> None:
+        """What a program has taken out of a parameter and still holds, to put it back or into another one, is its own:
+        what is written to the parameter's place from now on is not to show there."""
+        held: dict[int, list[torch.Tensor]] = {}
+        for key in away:
+            memory, _, shown = self._homes[key].place
+            if tensors_in_storage(shown) > 1:
+                held.setdefault(id(memory), []).append(shown)
+        for memory in self.memories():
+            if id(memory) in held:
+                memory.show_anew(held[id(memory)])
+        for key, home in self._homes.items() if held else ():
+            if id(home.place.memory) in held:
+                moved = home.again()
+                tensor = home.reference()
+                if tensor is not None and home.has(tensor):
+                    tensor.data = moved.place.shown
+                self._homes[key] = moved
 
     def _let_staged_go(self, staged: StagedParameters) -> bool:
         left = staged.take_left()

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,14 +53,17 @@ class CommonMemory:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self.size = segment.size
+        self._map()
+        weakref.finalize(self, segment.close)  # `show_anew` maps it again
+
+    def _map(self) -> None:
         self._shown = mmap.mmap(
-            segment.descriptor, segment.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            self._segment.descriptor, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self._shown.madvise(_MADV_POPULATE_READ)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._shown))
         self._own_pages = OwnPages(self._address, self.size)
-        segment.close()
 
     @property
     def address(self) -> int:
@@ -75,6 +79,22 @@ class CommonMemory:
             offset += _rounded(kind.bytes)
         return places
 
+    def show_anew(self, held: Sequence[torch.Tensor]) -> None:
+        """Show this rank everything elsewhere, edits included; `again` tells where. Those that it was shown and that
+        are ``held`` keep the values that they have now, whatever is written later."""
+        edits, before, start = self.edits(), self._shown, self._address
+        self._map()
+        for first, stop in edits:
+            _bytes(self._shown, first, min(stop, self.size)).copy_(_bytes(before, first, min(stop, self.size)))
+        for tensor in held:
+            first = (tensor.data_ptr() - start) // PAGE_BYTES * PAGE_BYTES
+            touched = _bytes(before, first, tensor.data_ptr() - start + tensor.nbytes)[::PAGE_BYTES]
+            touched.copy_(touched.clone())
+
+    def again(self, place: Place, kind: Kind) -> Place:
+        """The same place where it is shown now."""
+        return place._replace(shown=_view(self._shown, kind, place.written.data_ptr() - self.address))
+
     def edits(self) -> Ranges:
         """What this rank has written to the tensors that it is shown: byte ranges of whole pages."""
         return self._own_pages.ranges()
@@ -82,10 +102,8 @@ class CommonMemory:
     def publish(self, ranges: Ranges) -> None:
         """Write what this rank is shown there for all to see. No other may read or write meanwhile."""
         for start, stop in ranges:
-            count = min(stop, self.size) - start
             target, source = (
-                torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=start)
-                for mapping in (self._segment.mapping, self._shown)
+                _bytes(mapping, start, min(stop, self.size)) for mapping in (self._segment.mapping, self._shown)
             )
             target.copy_(source)
 
@@ -132,6 +150,10 @@ def why_not() -> str | None:
     except OSError as error:
         return f"private mappings of common memory cannot be had: {error}"
     return None
+
+
+def _bytes(mapping: mmap.mmap, start: int, stop: int) -> torch.Tensor:
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=stop - start, offset=start)
 
 
 def _view(mapping: mmap.mmap, kind: Kind, offset: int) -> torch.Tensor:
