@@ -17,7 +17,7 @@ from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import misfit, require_callable
 from torchstrat.data import spec
-from torchstrat.data.distributed import DistributedDataset, Feed, Reading
+from torchstrat.data.distributed import DistributedDataset, Feed, Reading, steps_read_ahead
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.loader import LoaderSource
 from torchstrat.data.options import (
@@ -132,7 +132,7 @@ def distribute_dataset(
         return Terms(whole.reads, {number: whole.settings()}, policy, pipelines, splits)
 
     feed = Feed(
-        open=_opener(whole, source, policy, layout, options.per_replica_buffer_size + 1),
+        open=_opener(whole, source, policy, layout, steps_read_ahead(layout, options, source.has_workers)),
         element_spec=lambda: _split_spec(source.element_spec(), layout),
         cardinality=source.cardinality,
         has_workers=source.has_workers,

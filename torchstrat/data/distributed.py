@@ -243,13 +243,11 @@ class DistributedIterator:
         elif layout.peers is not None:
             self._end = PassEnd(layout.peers)
             weakref.finalize(self, self._end.left).atexit = False
-        fetch = options.fetch_to_device
-        self._placement: BatchPlacement = Placement(layout.devices if fetch else ())
-        if fetch and layout.placement is not None:
-            self._placement = layout.placement
-        self._fetches = fetch
-        place = self._placement.place if fetch else _leave
-        ahead = _ahead(feed, options, fetch and self._placement.copies, self._reading.here)
+        self._placement = placement_of(layout, options)
+        self._fetches = options.fetch_to_device
+        place = self._placement.place if self._fetches else _leave
+        behind = not self._reading.here and steps_read_ahead(layout, options, feed.has_workers) > 0
+        ahead = _ahead(feed, options, self._placement.copies, behind=behind)
         steps = self._progress.following(self._reading.steps, self._reading.standing)
         self._prefetcher = Prefetcher(steps, place, options.per_replica_buffer_size, ahead)
 
@@ -364,13 +362,26 @@ class DistributedIterator:
         return _zip(wrap, step.components)
 
 
-def _ahead(feed: Feed, options: InputOptions, copies: bool, here: bool) -> Ahead:
+def placement_of(layout: InputLayout, options: InputOptions) -> BatchPlacement:
+    """What moves batches to the replicas' devices; to none, where they are to stay on the host."""
+    if options.fetch_to_device and layout.placement is not None:
+        return layout.placement
+    return Placement(layout.devices if options.fetch_to_device else ())
+
+
+def steps_read_ahead(layout: InputLayout, options: InputOptions, has_workers: bool) -> int:
+    """How many steps another thread may read beyond the one that is asked for. Where nothing is copied the thread that
+    asks reads, as in a PyTorch loop, so that a pass that is left early has drawn what it draws there."""
+    depth = options.per_replica_buffer_size
+    return depth if depth > 1 or (has_workers and placement_of(layout, options).copies) else 0
+
+
+def _ahead(feed: Feed, options: InputOptions, copies: bool, *, behind: bool) -> Ahead:
     if feed.on_demand:
         return Ahead.NOTHING
-    buffered = options.per_replica_buffer_size > 1
-    if not here and (feed.has_workers or buffered):
+    if behind:
         return Ahead.READ_AND_COPY
-    return Ahead.COPY if copies or buffered else Ahead.NOTHING
+    return Ahead.COPY if copies or options.per_replica_buffer_size > 1 else Ahead.NOTHING
 
 
 def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:

@@ -1,9 +1,10 @@
 """The order of indices, which is rank 0's: what its sampler draws, every process of the job gets.
 
 Torch's own samplers are *replayed*: rank 0 hands out the state of the random stream once per epoch, and every rank
-draws for itself. Any other sampler, or batch sampler, is drawn from on rank 0 alone and its indices are sent, a few
-batches at a time. Both happen in the caller's thread, at the same steps on every rank, so that neither random streams
-nor collectives depend on how fast a rank is.
+draws for itself, when PyTorch would: a pass that is left early leaves the stream where it does there. Any other
+sampler, or batch sampler, is drawn from on rank 0 alone and its indices are sent, a few batches at a time. Both happen
+in the caller's thread, at the same steps on every rank, so that neither random streams nor collectives depend on how
+fast a rank is.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class IndexOrder:
     def __iter__(self) -> Iterator[Index]:
         while True:
             if not self._pending and not self._ended:
-                self._draw()
+                self._draw(1)
             if not self._pending:
                 return
             yield self._pending.popleft()
@@ -173,17 +174,18 @@ class IndexOrder:
     def prepare(self, step: int) -> None:
         """Have enough indices at hand that no other thread has to draw during step ``step``."""
         while not self._ended and self._drawn < step + 1 + self._ahead:
-            self._draw()
+            self._draw(step + 1 + self._ahead - self._drawn)
 
-    def _draw(self) -> None:
+    def _draw(self, count: int) -> None:
+        """``count``: how many are needed. More are sent at a time, for the message's sake."""
         if not self._replay:
-            batches = self._receive()
+            count, batches = BATCHES_PER_MESSAGE, self._receive()
         elif self._first and not self._seeded:
-            batches = self._replay_first()
+            batches = self._replay_first(count)
         else:
-            batches = list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
+            batches = list(itertools.islice(self.draws or (), count))
         self._first = False
-        self._ended = len(batches) < BATCHES_PER_MESSAGE
+        self._ended = len(batches) < count
         self._drawn += len(batches)
         self._pending.extend(batches)
 
@@ -206,16 +208,16 @@ class IndexOrder:
             raise CommunicationError(f"the sampler of rank 0, which draws for all ranks, raised {text}")
         return list(batches)
 
-    def _replay_first(self) -> list[Index]:
+    def _replay_first(self, count: int) -> list[Index]:
         """The first draws, made on rank 0's random stream: the only ones that torch's samplers take from outside."""
         if type(self._own) is SequentialSampler:
-            return list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
+            return list(itertools.islice(self.draws or (), count))
         stream = getattr(self._own, "generator", None)
         generator = torch.default_generator if stream is None else stream
         before = state_of(generator)
         state = self._communicator.broadcast_object(before, 0, "the state of the sampler's random stream")
         generator.set_state(state)
-        batches = list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
+        batches = list(itertools.islice(self.draws or (), count))
         if stream is None and not torch.equal(before, state):
             generator.set_state(before)  # this rank's default stream is its own: seeded differently, left alone
         return batches
