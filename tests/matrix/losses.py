@@ -23,11 +23,11 @@ import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
 from torchstrat import ReduceOp
-from torchstrat.core import gradients
 from torchstrat.core import losses as own_losses
-from torchstrat.errors import UnsupportedError
-from torchstrat.replicas import collective_functions, graph_checks
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.replicas import collective_functions, engine, graph_checks
 from torchstrat.replicas.engine import StepWeights
+from torchstrat.replicas.gradient_reducer import GradientReducer
 
 CLASSES, FEATURES = 5, 6
 Batch = tuple[torch.Tensor, ...]
@@ -41,6 +41,10 @@ class Row(NamedTuple):
     plain: Callable[[nn.ModuleList, Batch], torch.Tensor] | None = None
     """The loss on one device, where it is not the same."""
     expected: Expected = RIGHT
+    beside: bool = False
+    """Whether the run is given a second batch, which is split evenly."""
+    expected_beside: Expected = RIGHT
+    """Where replicas have another part of the first batch than of the second."""
 
 
 def _scores(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
@@ -141,6 +145,19 @@ def _reduced_plainly(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
     return (_scores(model, batch).mean(dim=0) ** 2).sum() + _mean(model, batch)
 
 
+def _two_batches(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
+    return _mean(model, batch[:3]) + _mean(model, batch[3:])
+
+
+def _two_batches_whole(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
+    first, second = (ts.global_mean(_sum(model, one), one[2].numel()) for one in (batch[:3], batch[3:]))
+    return first + second
+
+
+def _two_batches_summed(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
+    return _sum(model, batch[:3]) + _sum(model, batch[3:])
+
+
 def _scaled_rows(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
     """A lookup scales rows of the table, in place."""
     rows: torch.Tensor = model[2](batch[1])
@@ -167,6 +184,17 @@ ROWS: Mapping[str, Row] = {
     "gathered features, own rows": Row(_contrast_own_rows, plain=_contrast_plainly),
     "gathered features, own rows, summed": Row(_contrast_summed, summed=True, plain=_contrast_plainly),
     "from all_reduce": Row(_reduced, plain=_reduced_plainly),
+    "two batches": Row(
+        _two_batches,
+        beside=True,
+        expected_beside=refused(
+            InvalidArgumentError,
+            "batches of which replicas have different shares: .* rows of one and .* of another",
+            "no one weight of a replica is right for both; global_mean, or drop_last=True",
+        ),
+    ),
+    "two batches, global_mean": Row(_two_batches_whole, plain=_two_batches, beside=True),
+    "two batches, summed": Row(_two_batches_summed, summed=True, beside=True),
     "table with max_norm": Row(_scaled_rows),
     "table with max_norm, its rows and all of it": Row(
         _scaled_rows_and_whole,
@@ -186,12 +214,15 @@ COLUMNS: Mapping[str, tuple[int, ...]] = {
 }
 """The rows of each global batch."""
 
+BESIDE = (12, 12, 12, 12)
+"""The same of what comes beside it."""
+
 TWO = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 THREE = ("mirrored x3", "central_storage x3")
 
 
-def _batches(rows: tuple[int, ...]) -> list[Batch]:
-    draw = torch.Generator().manual_seed(1)
+def _batches(rows: tuple[int, ...], seed: int = 1) -> list[Batch]:
+    draw = torch.Generator().manual_seed(seed)
     return [
         (
             torch.randn(count, FEATURES, generator=draw, dtype=torch.float64),
@@ -215,22 +246,24 @@ def _step(
     optimizer: torch.optim.Optimizer,
     loss_of: Callable[[nn.ModuleList, Batch], torch.Tensor],
     batch: Batch,
+    beside: Batch = (),
 ) -> None:
     optimizer.zero_grad()
-    loss_of(model, batch).backward()
+    loss_of(model, (*batch, *beside)).backward()
     optimizer.step()
 
 
 def _check(row: Row, rows: tuple[int, ...], place: str) -> None:
     plain, optimizer = _build()
-    for batch in _batches(rows):
-        _step(plain, optimizer, row.plain or row.loss, batch)
+    all_batches = [_batches(rows), *([_batches(BESIDE, 2)] if row.beside else [])]
+    for given in zip(*all_batches, strict=True):
+        _step(plain, optimizer, row.plain or row.loss, *given)
     with places.opened(place, **({"gradient_reduce_op": "sum"} if row.summed else {})) as strategy:
         with strategy.scope():
             model, optimizer = _build()
         step = partial(_step, model, optimizer, row.loss)
-        for batch in strategy.distribute_dataset(_batches(rows)):
-            strategy.run(step, args=(batch,))
+        for given in zip(*map(strategy.distribute_dataset, all_batches), strict=True):
+            strategy.run(step, args=given)
         strategy.extended.check_replicas()
         assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
@@ -239,7 +272,10 @@ def cells() -> Iterator[Cell]:
     for row_name, row in ROWS.items():
         for column, rows in COLUMNS.items():
             for place in THREE if column == "three replicas" else TWO:
-                yield Cell(row_name, column, place, partial(_check, row, rows, place), row.expected)
+                expected = row.expected if column == "even" else row.expected_beside
+                yield Cell(
+                    row_name, column, place, partial(_check, row, rows, place), expected if row.beside else row.expected
+                )
 
 
 # -- planted faults --------------------------------------------------------------------------------------------------
@@ -283,8 +319,13 @@ FAULTS = (
     ),
     PlantedFault(
         "replicas count alike whatever rows they have",
-        _sees_each(StepWeights, "values", lambda _: lambda self: [1.0] * len(self.active)),
+        _sees_each(StepWeights, "of_gradients", lambda _: lambda self, op, replica: 1.0),
         _at("mean", "uneven"),
+    ),
+    PlantedFault(
+        "of several batches the first one's rows count",
+        _sees_each(engine, "_has_equal_shares", lambda _: lambda one, other: True),
+        _at("two batches", "uneven", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "set_weight is not heard",
@@ -293,7 +334,7 @@ FAULTS = (
     ),
     PlantedFault(
         "a sum is divided by the replicas",
-        _sees_each(gradients, "shares", lambda _: lambda op, weights: [1.0 / len(weights)] * len(weights)),
+        _sees_each(GradientReducer, "_factors_of", lambda _: lambda self, tensor: (1.0, 1.0 / len(self.shares))),
         _at("sum", "even"),
     ),
     PlantedFault(
@@ -315,8 +356,8 @@ FAULTS = (
         _at("by labels", "uneven"),
     ),
     PlantedFault(
-        "replicas without rows are weighed as if they had one",
-        _sees_each(StepWeights, "values", lambda found: lambda self: [*found(self)[:-1], found(self)[-1] + 1.0]),
+        "one replica is weighed as if it had a row more",
+        _sees_each(StepWeights, "of_gradients", lambda found: lambda *run: found(*run) + float(run[-1] == 1)),
         _at("mean", "no rows"),
     ),
     PlantedFault(

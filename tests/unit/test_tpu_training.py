@@ -14,6 +14,7 @@ from torch.autograd import grad
 
 import torchstrat as ts
 from tests.support.tpu import assert_as_mirrored, fake_tpu, here, own, rows_of, seen
+from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing.fake_tpu import batch_of_replicas
 
 Body = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -577,3 +578,19 @@ def test_what_a_replica_without_weight_computes_reaches_nothing() -> None:
         strategy.run(step, args=(x, own(1.0, 0.0, 1.0)))
         assert layer.weight.grad is not None
         assert layer.weight.grad.tolist() == [[1.5]]
+
+
+def test_batches_with_other_shares_are_named_where_gradients_are_averaged() -> None:
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.Linear(2, 1)
+        first, second = (next(iter(strategy.distribute_dataset([torch.ones(rows, 2)]))) for rows in (3, 4))
+
+        def step(first: torch.Tensor, second: torch.Tensor, weight: float | None) -> None:
+            if weight is not None:
+                here().set_weight(weight)
+            (layer(first).mean() + layer(second).mean()).backward()
+
+        with pytest.raises(InvalidArgumentError, match=r"\[2, 1\] rows of one and \[2, 2\] of another"):
+            strategy.run(step, args=(first, second, None))
+        strategy.run(step, args=(first, second, 1.0))

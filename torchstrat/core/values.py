@@ -231,17 +231,14 @@ def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
     return nest.rebuild(structure, [select_replica(replica_id, child) for child in nest.values_of(structure)])
 
 
-def find_batch_info(structure: nest.Nest) -> BatchInfo | None:
-    """How the first batch found in the arguments of a run was split, or None when no input pipeline made one."""
-    return batch_info_among(nest.flatten(structure))
-
-
-def batch_info_among(leaves: Iterable[Any]) -> BatchInfo | None:
-    """The same of leaves."""
+def batches_among(leaves: Iterable[Any]) -> list[BatchInfo]:
+    """How the batches in the arguments of a run were split, each way once; empty when no input pipeline made one."""
+    found: list[BatchInfo] = []
     for leaf in leaves:
-        if isinstance(leaf, DistributedValues) and leaf.batch_info is not None:
-            return leaf.batch_info
-    return None
+        batch = leaf.batch_info if isinstance(leaf, DistributedValues) else None
+        if batch is not None and not any(batch is one or batch.rows == one.rows for one in found):
+            found.append(batch)
+    return found
 
 
 def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTypeError] = InvalidArgumentError) -> None:

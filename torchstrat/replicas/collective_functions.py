@@ -73,4 +73,6 @@ def differentiable(function: type[torch.autograd.Function], value: Any, exchange
             raise WrongTypeError(
                 f"{call} cannot combine bool tensors; convert them to an integer or floating dtype first."
             )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        exchange.__self__.span_replicas()  # type: ignore[attr-defined]
     return nest.unflatten(value, list(function.apply(exchange, how, *tensors)))

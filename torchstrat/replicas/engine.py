@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import nest
-from torchstrat.core.errors import StrategyMixingError, StructureMismatchError
+from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
 from torchstrat.core.memory import Copies
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import BatchInfo, PerReplica, Weights
@@ -23,24 +23,35 @@ from torchstrat.distributed.collectives.communicator import Communicator
 
 
 class StepWeights:
-    """The weights of one run: rows where an input pipeline made the batch, else 1; `set_weight` overrides."""
+    """The weights of one run: rows where an input pipeline made the batch, else 1; `set_weight` overrides.
 
-    def __init__(self, replicas: Iterable[int], batch: BatchInfo | None) -> None:
+    ``batches``: in the order of the run's arguments. Of several the first one's rows count, if replicas have the same
+    share of all; else nothing says how much a replica counts, and what needs it raises.
+    """
+
+    def __init__(self, replicas: Iterable[int], batches: Sequence[BatchInfo] = ()) -> None:
         everyone = list(replicas)
-        self.batch = batch
+        self.batch = batches[0] if batches else None
         self._said: dict[int, float | None] = {}
-        if batch is None:
-            self._weights = dict.fromkeys(everyone, 1.0)
+        self._other: BatchInfo | None = None
+        self._spans_replicas = False
+        if self.batch is None:
+            self._rows = dict.fromkeys(everyone, 1.0)
             self.active = everyone
         else:
-            if everyone and max(everyone) >= len(batch.rows):
+            first = self.batch
+            if everyone and max(everyone) >= min(len(one.rows) for one in batches):
                 raise StrategyMixingError(
-                    f"run was given a batch that another strategy has split over {len(batch.rows)} replicas; replica "
+                    f"run was given a batch that another strategy has split over {len(first.rows)} replicas; replica "
                     f"{max(everyone)} of this one has no part of it. Distribute the dataset by the strategy that runs "
                     "the step."
                 )
-            self._weights = {replica: float(batch.rows[replica]) for replica in everyone}
-            self.active = [replica for replica in everyone if batch.rows[replica] > 0 or batch.run_empty]
+            self._other = next((one for one in batches[1:] if not _has_equal_shares(first, one)), None)
+            counted = batches if self._other is not None else [first]
+            self._rows = {replica: float(sum(one.rows[replica] for one in counted)) for replica in everyone}
+            runs_empty = any(one.run_empty for one in batches)
+            self.active = [replica for replica in everyone if self._rows[replica] > 0 or runs_empty]
+        self._weights = dict(self._rows)
 
     def override(self, replica: int, weight: float) -> None:
         self._weights[replica] = self._said[replica] = weight
@@ -49,6 +60,10 @@ class StepWeights:
         """The step has given it a weight that cannot be looked at here."""
         self._said[replica] = None
 
+    def span_replicas(self) -> None:
+        """The step has taken a loss over all replicas together, whose gradient no weight changes."""
+        self._spans_replicas = True
+
     @property
     def are_said(self) -> bool:
         """Whether the step has called `set_weight`."""
@@ -56,15 +71,28 @@ class StepWeights:
 
     def known(self, replica: int) -> float | None:
         """As `of`, but None where neither a batch's rows nor the step said it."""
-        rows = None if self.batch is None else float(self.batch.rows[replica])
+        rows = None if self.batch is None or self._other is not None else float(self.batch.rows[replica])
         return self._said.get(replica, rows)
 
     def of(self, replica: int) -> float:
         return self._weights[replica]
 
+    def of_gradients(self, op: ReduceOp, replica: int) -> float:
+        """`of`, for gradients. Raises `InvalidArgumentError` for their mean where batches do not agree about it."""
+        if op is ReduceOp.MEAN and self._other is not None and not self._said and not self._spans_replicas:
+            assert self.batch is not None
+            raise InvalidArgumentError(
+                f"the run has batches of which replicas have different shares: {list(self.batch.rows)} rows of one and "
+                f"{list(self._other.rows)} of another, so that no one weight of a replica gives both their gradients "
+                "of one device. Leave the smaller last batches out (drop_last=True), take each loss over the global "
+                "batch by ts.global_mean(sum of a replica's losses, its rows), or say what counts: "
+                "ts.get_replica_context().set_weight(len(x)) before backward."
+            )
+        return self._weights[replica]
+
     def relative(self, replica: int) -> float:
         """The weight of a replica where those of a batch that was split evenly are 1, so that nothing is rounded."""
-        rows = [] if self.batch is None else [float(self.batch.rows[one]) for one in self.active]
+        rows = [] if self.batch is None else [self._rows[one] for one in self.active]
         mean = sum(rows) / len(rows) if any(rows) else 1.0
         return self._weights[replica] / mean
 
@@ -75,6 +103,12 @@ class StepWeights:
 
     def rows_of(self, replica: int) -> int | None:
         return None if self.batch is None else self.batch.rows[replica]
+
+
+def _has_equal_shares(one: BatchInfo, other: BatchInfo) -> bool:
+    """Whether every replica has the same part of both."""
+    ours, theirs = sum(one.rows), sum(other.rows)
+    return all(mine * theirs == its * ours for mine, its in zip(one.rows, other.rows, strict=True))
 
 
 class ReplicaStates(Protocol):
@@ -163,6 +197,9 @@ class ReplicaEngine(Protocol):
 
     def relative_weight(self) -> float:
         """How much the running replica counts in the mean gradient; 1 for each where a batch was split evenly."""
+
+    def span_replicas(self) -> None:
+        """What the running replica differentiates may come over from others, by their weights."""
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Batch normalisation of ``x`` in training, over all replicas, where the engine has a way of its own; None: by

@@ -27,7 +27,7 @@ from torchstrat.core.gradients import check_weight
 from torchstrat.core.memory import Copies, copies_in_one_process, local_copies
 from torchstrat.core.optimizers import stepped_by
 from torchstrat.core.reduction import Axis, ReduceOp
-from torchstrat.core.values import DistributedValues, PerReplica, batch_info_among, select_replica
+from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.data.layout import InputLayout
 from torchstrat.replicas import optimizer_state
@@ -189,7 +189,7 @@ class InProcessReplicas:
 
     def end_round(self) -> None:
         """End the round of local steps now: bring the replicas together, between runs."""
-        self._between_runs(StepWeights(range(self.num_replicas), None), self._end_round_of_replica)
+        self._between_runs(StepWeights(range(self.num_replicas)), self._end_round_of_replica)
 
     def close(self) -> None:
         self._gradients.hooks.detach()
@@ -200,7 +200,7 @@ class InProcessReplicas:
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves = [*nest.leaves(list(args)), *nest.leaves(kwargs)] if args or kwargs else []
-        weights = StepWeights(range(self.num_replicas), batch_info_among(leaves) if leaves else None)
+        weights = StepWeights(range(self.num_replicas), batches_among(leaves) if leaves else ())
         if self._runs_plainly:
             self._weights = weights
             return self._run_plainly(fn, args, kwargs)
@@ -209,7 +209,7 @@ class InProcessReplicas:
         # Resolved before anything runs: a value without a component for some replica must change nothing.
         inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
         if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
-            self._between_runs(StepWeights(range(self.num_replicas), None), self._gradients.combine_parts)
+            self._between_runs(StepWeights(range(self.num_replicas)), self._gradients.combine_parts)
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         try:
@@ -283,7 +283,7 @@ class InProcessReplicas:
 
     def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         left_over = partial(self._gradients.catch_up, stepped_by(optimizer))
-        self._between_runs(StepWeights(range(self.num_replicas), None), left_over)
+        self._between_runs(StepWeights(range(self.num_replicas)), left_over)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._gradients.after_step(stepped_by(optimizer))
@@ -436,6 +436,10 @@ class InProcessReplicas:
     def relative_weight(self) -> float:
         holder = self._baton.holder if self._baton is not None else 0
         return 1.0 if self._weights is None or holder is None else self._weights.relative(holder)
+
+    def span_replicas(self) -> None:
+        if self._weights is not None:
+            self._weights.span_replicas()
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None

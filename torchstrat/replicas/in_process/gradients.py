@@ -262,7 +262,8 @@ class InProcessGradients:
         self.twins.begin(self._replicas)
         self._seen = dict.fromkeys(self._replicas, self._began)
         for replica in self._replicas:
-            self._of[replica].begin(roster, communicator, partial(weights.of, replica), is_all=not self._idle)
+            weight = partial(weights.of_gradients, self._op, replica)
+            self._of[replica].begin(roster, communicator, weight, is_all=not self._idle)
         if self._combines:
             self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
 

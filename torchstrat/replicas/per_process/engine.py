@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torchstrat.core.memory import Copies, copies_in_processes
 from torchstrat.core.optimizers import wrapped_among
 from torchstrat.core.randomness import ReplicaStreams
 from torchstrat.core.reduction import Axis, ReduceOp
-from torchstrat.core.values import DistributedValues, PerReplica, batch_info_among, select_replica
+from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variable.assignment import hand_over
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.data.layout import InputLayout
@@ -351,7 +352,7 @@ class PerProcessReplica:
         if not (self._central or self._gradients.pending):
             return False
         self._find_owners()
-        self._weights = StepWeights(range(self.num_replicas), None)
+        self._weights = StepWeights(range(self.num_replicas))
         self._gradients.begin(self._rosters.now(), self._world, lambda: 1.0)
         self._outside_policy.begin(self._world)
         self._outside_step.begin(self._world, self._weights, self._world.rank)
@@ -363,7 +364,7 @@ class PerProcessReplica:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[StepWeights, Members, Roster]:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
-        self._weights = weights = StepWeights(range(self.num_replicas), batch_info_among(leaves) if leaves else None)
+        self._weights = weights = StepWeights(range(self.num_replicas), batches_among(leaves) if leaves else ())
         self._world.forget_failure()
         adopted = self.registry.adopt(fn, leaves)
         if adopted:
@@ -424,7 +425,8 @@ class PerProcessReplica:
         assert weights is not None
         self._find_owners()
         is_all = self._communicator is self._world
-        self._gradients.begin(roster, self._communicator, lambda: weights.of(me), is_all=is_all)
+        weight = partial(weights.of_gradients, self.gradient_op, me)
+        self._gradients.begin(roster, self._communicator, weight, is_all=is_all)
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
         self._edits.state.begin([] if self._central and self._storage is None else members.helpers)
@@ -539,6 +541,10 @@ class PerProcessReplica:
 
     def relative_weight(self) -> float:
         return 1.0 if self._weights is None else self._weights.relative(self._world.rank)
+
+    def span_replicas(self) -> None:
+        if self._weights is not None:
+            self._weights.span_replicas()
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None

@@ -109,7 +109,7 @@ class LocalProcessReplica(PerProcessReplica):
     def _become_alike(self) -> None:
         """All but parameters and optimizers' state, as at the end of every run of other strategies."""
         if self._buffers is not None:
-            self._weights = StepWeights(range(self.num_replicas), None)
+            self._weights = StepWeights(range(self.num_replicas))
             self._bring_together(self._buffers)
         self._buffers = None
 

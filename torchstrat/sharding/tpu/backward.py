@@ -35,9 +35,18 @@ class LaneWeights:
     Args:
         rows: of each active lane; equal numbers where all count alike.
         all_passes: the weights of all passes of the run, this one's among them once it has been added.
+        require: raises where rows do not say how much a lane counts, and neither has the step.
     """
 
-    def __init__(self, lanes: Lanes, op: ReduceOp, rows: Sequence[float], all_passes: list[LaneWeights]) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        op: ReduceOp,
+        rows: Sequence[float],
+        all_passes: list[LaneWeights],
+        require: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._require = require
         self.lanes = lanes
         self._op = op
         self._rows = list(rows)
@@ -103,6 +112,8 @@ class LaneWeights:
 
     def combined(self, stacked: torch.Tensor) -> torch.Tensor:
         """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""
+        if not self.are_crossed:
+            self._require()
         if self.are_equal and self.lanes.all_active and len(self._all_passes) == 1:
             return stacked.sum() if self._op is ReduceOp.SUM else stacked.mean()
         return self.with_factors(stacked).sum()

@@ -23,7 +23,7 @@ from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.memory import Copies
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.run_options import RunOptions
-from torchstrat.core.values import DistributedValues, PerReplica, find_batch_info
+from torchstrat.core.values import DistributedValues, PerReplica, batches_among
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.data.layout import InputLayout
 from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
@@ -196,7 +196,7 @@ class SpmdReplicas:
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._entry = threading.Lock()
         self._closed = False
-        self._weights = StepWeights((), None)
+        self._weights = StepWeights(())
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class SpmdReplicas:
                 f"xla_options={options.xla_options!r:.80}: torch_xla has no options for a single program; set "
                 "XLA_FLAGS before the program starts."
             )
-        weights = StepWeights(range(self._num_replicas), find_batch_info((args, kwargs)))
+        weights = StepWeights(range(self._num_replicas), batches_among(nest.flatten((args, kwargs))))
         with self._exclusively():
             adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
             if adopted:
@@ -358,7 +358,9 @@ class SpmdReplicas:
         all_weights: list[LaneWeights] = []
         for one in passes:
             lanes = Lanes(self._grid.num_replicas, one.replicas)
-            LaneWeights(lanes, self.gradient_op, [weights.of(replica) for replica in one.replicas], all_weights)
+            rows = [weights.of(replica) for replica in one.replicas]
+            require = partial(weights.of_gradients, self.gradient_op, one.replicas[0])
+            LaneWeights(lanes, self.gradient_op, rows, all_weights, require)
         if len(passes) == 1:
             result = self._record(fn, passes[0], all_weights[0], _alone)
             if len(passes[0].replicas) > 1 or self._num_replicas == 1:
@@ -437,6 +439,9 @@ class SpmdReplicas:
         raise ContextError(
             "relative_weight is the weight of one replica; a step of this strategy runs for all at once."
         )
+
+    def span_replicas(self) -> None:
+        """Lanes tell of it themselves."""
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         if layer.momentum is None:
