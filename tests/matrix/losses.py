@@ -24,6 +24,7 @@ from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
 from torchstrat import ReduceOp
 from torchstrat.core import losses as own_losses
+from torchstrat.core.values import DistributedValues
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.replicas import collective_functions, engine, graph_checks
 from torchstrat.replicas.engine import StepWeights
@@ -41,6 +42,8 @@ class Row(NamedTuple):
     plain: Callable[[nn.ModuleList, Batch], torch.Tensor] | None = None
     """The loss on one device, where it is not the same."""
     expected: Expected = RIGHT
+    prepared: bool = False
+    """Whether the step is given what a run before it returned of the batch."""
     beside: bool = False
     """Whether the run is given a second batch, which is split evenly."""
     expected_beside: Expected = RIGHT
@@ -184,6 +187,7 @@ ROWS: Mapping[str, Row] = {
     "gathered features, own rows": Row(_contrast_own_rows, plain=_contrast_plainly),
     "gathered features, own rows, summed": Row(_contrast_summed, summed=True, plain=_contrast_plainly),
     "from all_reduce": Row(_reduced, plain=_reduced_plainly),
+    "results of a run": Row(_mean, prepared=True),
     "two batches": Row(
         _two_batches,
         beside=True,
@@ -253,6 +257,10 @@ def _step(
     optimizer.step()
 
 
+def _copied(batch: Batch) -> Batch:
+    return tuple(one.clone() for one in batch)
+
+
 def _check(row: Row, rows: tuple[int, ...], place: str) -> None:
     plain, optimizer = _build()
     all_batches = [_batches(rows), *([_batches(BESIDE, 2)] if row.beside else [])]
@@ -263,7 +271,7 @@ def _check(row: Row, rows: tuple[int, ...], place: str) -> None:
             model, optimizer = _build()
         step = partial(_step, model, optimizer, row.loss)
         for given in zip(*map(strategy.distribute_dataset, all_batches), strict=True):
-            strategy.run(step, args=given)
+            strategy.run(step, args=(strategy.run(_copied, args=given),) if row.prepared else given)
         strategy.extended.check_replicas()
         assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
@@ -326,6 +334,13 @@ FAULTS = (
         "of several batches the first one's rows count",
         _sees_each(engine, "_has_equal_shares", lambda _: lambda one, other: True),
         _at("two batches", "uneven", "mirrored x2", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "results of a run do not say how many rows they have",
+        lambda: patch.object(
+            DistributedValues, "weights", property(lambda self: None, lambda self, value: None), create=True
+        ),
+        _at("results of a run", "uneven", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "set_weight is not heard",

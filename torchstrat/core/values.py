@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -32,6 +32,9 @@ class BatchInfo:
 
 class Weights(Protocol):
     """How much each replica counted in a run; see `torchstrat.replicas.engine.StepWeights`."""
+
+    batches: tuple[BatchInfo, ...]
+    """That the run was given."""
 
     def known(self, replica: int) -> float | None:
         """None where nothing has said it."""
@@ -231,12 +234,18 @@ def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
     return nest.rebuild(structure, [select_replica(replica_id, child) for child in nest.values_of(structure)])
 
 
-def batches_among(leaves: Iterable[Any]) -> list[BatchInfo]:
-    """How the batches in the arguments of a run were split, each way once; empty when no input pipeline made one."""
+def batches_among(leaves: Sequence[Any]) -> list[BatchInfo]:
+    """How the batches in the arguments of a run were split, each way once; empty when no input pipeline made one.
+
+    Without a batch, those count that earlier runs were given whose results are among the arguments.
+    """
+    values = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+    given = [value.batch_info for value in values if value.batch_info is not None]
+    if not given:
+        given = [one for value in values if value.weights is not None for one in value.weights.batches]
     found: list[BatchInfo] = []
-    for leaf in leaves:
-        batch = leaf.batch_info if isinstance(leaf, DistributedValues) else None
-        if batch is not None and not any(batch is one or batch.rows == one.rows for one in found):
+    for batch in given:
+        if not any(batch is one or batch.rows == one.rows for one in found):
             found.append(batch)
     return found
 

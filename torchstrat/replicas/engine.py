@@ -31,6 +31,7 @@ class StepWeights:
 
     def __init__(self, replicas: Iterable[int], batches: Sequence[BatchInfo] = ()) -> None:
         everyone = list(replicas)
+        self.batches = tuple(batches)
         self.batch = batches[0] if batches else None
         self._said: dict[int, float | None] = {}
         self._other: BatchInfo | None = None

@@ -218,7 +218,7 @@ class InProcessReplicas:
             if adopted:
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
             if not weights.active:
-                return PerReplica(())
+                return PerReplica((), weights=weights)
             results = self._run_replicas(baton, weights, fn, inputs)
             if self._gradients.is_pending:
                 if len(weights.active) < self.num_replicas:

@@ -375,7 +375,7 @@ class PerProcessReplica:
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         weights, members, roster = self._begin_run(fn, args, kwargs)
         if not weights.active:
-            return PerReplica((), replica_ids=())
+            return PerReplica((), replica_ids=(), weights=weights)
         if len(weights.active) == self.num_replicas:
             result = self._run_replica(roster, members, fn, args, kwargs)
         else:
@@ -403,6 +403,7 @@ class PerProcessReplica:
         idle.before_run()
         if self._gradients.pending:
             self._gradients.combine_parts(roster, self._world, 1.0, is_all=True)
+        assert self._weights is not None
         result = None
         group = self._world.subgroup(tuple(active))
         if self._world.rank in active:
@@ -410,12 +411,11 @@ class PerProcessReplica:
             try:
                 result = self._run_replica(roster, members, fn, args, kwargs)
                 if self._gradients.pending or self._gradients.no_sync:
-                    assert self._weights is not None
                     own = self._weights.of(self._world.rank)
                     self._gradients.combine_parts(self._rosters.now(), group, own, is_all=False)
             finally:
                 self._communicator = self._world
-        result = idle.after_run(result)
+        result = idle.after_run(result, self._weights)
         hand_over(self._world, self._strategy.extended._live_variables(), active[0])
         self._edits.begin(self._rosters.now().tensors)
         return result

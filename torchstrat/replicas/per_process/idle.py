@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.values import PerReplica
+from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.central.storage import CentralStorage
@@ -118,7 +118,7 @@ class IdleReplicas:
 
     # -- after ------------------------------------------------------------------------------------------------------
 
-    def after_run(self, result: Any) -> Any:
+    def after_run(self, result: Any, weights: Weights) -> Any:
         """Hand over. Returns the result of the run on this rank: without components, where it was idle."""
         mine = self._make_manifest(result) if self._world.rank == self._first else None
         manifest: _Manifest = self._world.broadcast_object(mine, self._first, AFTER)
@@ -139,7 +139,7 @@ class IdleReplicas:
                     optimizer.state.clear()
         if not self._is_idle:
             return result
-        return nest.map_structure(lambda leaf: PerReplica((), replica_ids=()), manifest.structure)
+        return nest.map_structure(lambda leaf: PerReplica((), replica_ids=(), weights=weights), manifest.structure)
 
     def _make_manifest(self, result: Any) -> _Manifest:
         roster = self._rosters.now()

@@ -71,7 +71,7 @@ class LocalProcessReplica(PerProcessReplica):
         weights, members, roster = self._begin_run(fn, args, kwargs)
         require_rows_for_all(weights.active, self.num_replicas)
         if not weights.active:
-            return PerReplica((), replica_ids=())
+            return PerReplica((), replica_ids=(), weights=weights)
         self._outside.level(self._world, outside)
         me = self._world.rank
         if self._buffers is None:

@@ -299,7 +299,7 @@ class SpmdReplicas:
             if adopted:
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=5)
             if not weights.active:
-                return PerReplica(())
+                return PerReplica((), weights=weights)
             self._variables.take()
             record: Callable[[], Any]
             if options.global_view:
