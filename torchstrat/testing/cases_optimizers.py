@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from torchstrat.testing.training import (
+    STEPS,
     Batch,
     Case,
     Mlp,
@@ -57,6 +58,39 @@ class _Inertia(torch.optim.Optimizer):
 def third_party_optimizer() -> Training:
     model = Mlp()
     return Training(plain_step(model, _Inertia(model.parameters(), lr=0.1)), {"model": model})
+
+
+class _FreeOfSchedules(torch.optim.Optimizer):
+    """Weights are put where they are to be evaluated, and back, from what the optimizer keeps, between steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "fast" not in state:
+                    state["fast"] = parameter.clone()
+                state["fast"].sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(state["fast"], 0.4)
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "fast" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["fast"], share)
+
+
+def weights_moved_by_optimizer() -> Training:
+    """Not after the last step: under central storage between processes the first rank's alone would show it."""
+    model = Mlp()
+    optimizer = _FreeOfSchedules(model.parameters(), {"lr": 0.1})
+    return Training(
+        plain_step(model, optimizer),
+        {"model": model},
+        before=lambda step_index: optimizer.move(-0.25 if step_index % 2 else 0.0),
+        after=lambda step_index, loss: optimizer.move(0.5 if step_index < STEPS - 1 else 0.0),
+    )
 
 
 class _SharpnessAware(torch.optim.Optimizer):
@@ -307,7 +341,14 @@ _SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 CASES = (
     *(Case(name, partial(with_optimizer, make)) for name, make in _OPTIMIZERS.items()),
-    *named(third_party_optimizer, sharpness_aware, rate_set_by_hand, group_added_later, group_added_in_step),
+    *named(
+        third_party_optimizer,
+        weights_moved_by_optimizer,
+        sharpness_aware,
+        rate_set_by_hand,
+        group_added_later,
+        group_added_in_step,
+    ),
     *named(state_dict_round_trip, everything_made_in_first_run),
     *named(sparse_adam, batches=classification),
     Case("lookahead", partial(lookahead, initialize=True)),

@@ -376,6 +376,7 @@ class PerProcessReplica:
         weights, members, roster = self._begin_run(fn, args, kwargs)
         if not weights.active:
             return PerReplica((), replica_ids=(), weights=weights)
+        self._policy.before_run(self._world, self.registry.optimizers(), roster)
         if len(weights.active) == self.num_replicas:
             result = self._run_replica(roster, members, fn, args, kwargs)
         else:

@@ -5,7 +5,7 @@ make equal before a step, which reads it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
@@ -169,6 +170,7 @@ class StepLevels:
         self._differing.report([tensor for tensor in parameters if id(tensor) not in scaled], gradients)
 
 
+BEFORE = "the beginning of a run (what an optimizer has done to parameters since the one before)"
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
 
@@ -193,6 +195,9 @@ class ReplicatedSteps:
         """A run of these ranks begins."""
         self._communicator = communicator
         self._levels.begin(communicator)
+
+    def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
+        """All ranks of the job are about to begin a run, whether or not they have rows."""
 
     def end(self) -> None:
         """The run is over, or has failed."""
@@ -240,6 +245,14 @@ class PrimarySteps(ReplicatedSteps):
     def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those that each rank has a copy of, which nobody but this class makes equal."""
         return tensors
+
+    def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
+        """What the program had an optimizer do between runs with its state (averages in the place of weights for an
+        evaluation) the owner alone could do, who alone has that state. torch's own have no such methods."""
+        if all(is_listed(type(optimizer)) for optimizer in optimizers):
+            return
+        if not all_equal(agree(world, BEFORE, self._edits.summary(roster))):
+            self._edits.make_equal(world, roster, BEFORE)
 
     def level(self, call: StepCall) -> bool:
         self._levels.make_equal(call, self._elsewhere(call.tensors))
@@ -318,6 +331,11 @@ class ShardedSteps(PrimarySteps):
         super().__init__(gradients, edits, differing, storage)
         self._storage = storage
         self._shared: set[int] = set()  # optimizers of which the step that goes on is shared out
+
+    def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
+        if not all(is_listed(type(optimizer)) for optimizer in optimizers):
+            self._storage.level((), OWNER, BEFORE)
+        super().before_run(world, optimizers, roster)
 
     def end(self) -> None:
         self._shared.clear()
