@@ -41,6 +41,7 @@ from tests.support.central_storage import (
     on_fake,
     recording_warnings,
     train_and_close,
+    train_with_one_memory_for_two,
 )
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, run_case
 from torchstrat.errors import CommunicationError, InvalidArgumentError
@@ -204,6 +205,10 @@ def test_it_is_as_in_a_plain_program(name: str, run: Run) -> None:
 
 def test_state_that_is_sparse(two_processes: Workers) -> None:
     assert_same(two_processes.run(train_sparse_momentum), train_sparse_momentum())
+
+
+def test_parameters_that_have_one_memory(two_processes: Workers) -> None:
+    assert_same(two_processes.run(train_with_one_memory_for_two), train_with_one_memory_for_two())
 
 
 @pytest.mark.parametrize("name", EDITS)

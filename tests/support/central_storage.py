@@ -212,3 +212,23 @@ def state_is_loaded(job: Job) -> None:
 
 _EDITS = (through_data, in_place, by_another_tensor, of_state, of_state_through_data, state_is_cleared, state_is_loaded)
 EDITS: dict[str, Callable[[Job], None]] = {edit.__name__: edit for edit in _EDITS}
+
+
+def train_with_one_memory_for_two() -> Numbers:
+    """Two layers come to have the same elements, and each its own again."""
+
+    def of_equal_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = [nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 24)]
+        model = nn.Sequential(*layers).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    job = Job(of_equal_layers)
+    first, second = job.model[0].weight, job.model[2].weight  # type: ignore[index]
+    job.train()
+    second.data = first.data
+    job.train(2)
+    second.data = second.data.clone()
+    job.train(2)
+    first.data = second.data = (first.data + second.data) / 2
+    job.train(2)
+    return job.close()

@@ -14,7 +14,7 @@ being overwritten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -204,8 +204,8 @@ class CentralParameters:
     def call_back(self) -> bool:
         """A program may have put another tensor in the place of a parameter's elements (``p.data = p.data * 0.9``).
 
-        What has the same shape is an edit like any other. What has not, or is a part of something larger, which it
-        would be torn from, lives elsewhere from now on; whether any has.
+        What has the same shape is an edit like any other. What has not, or would be torn from a larger tensor or from
+        another parameter with the same elements, lives elsewhere from now on; whether any does.
         """
         has_left = self.staged is not None and self._let_staged_go(self.staged)
         away = {
@@ -213,11 +213,14 @@ class CentralParameters:
             for key, home in self._homes.items()
             if (tensor := home.reference()) is not None and not home.has(tensor)
         }
-        if away:
-            self._leave_what_is_held(away)
+        if not away:
+            return has_left
+        tied = self._find_tied(away)
+        away |= tied
+        self._leave_what_is_held(away)
         for key, tensor in away.items():
             home = self._homes[key]
-            if home.fits(tensor) and tensor.untyped_storage().nbytes() == home.kind.bytes:
+            if key not in tied and home.fits(tensor) and tensor.untyped_storage().nbytes() == home.kind.bytes:
                 with torch.no_grad():
                     home.place.shown.copy_(tensor)
                 tensor.data = home.place.shown
@@ -227,13 +230,25 @@ class CentralParameters:
                 has_left = True
         return has_left
 
-    def _leave_what_is_held(self, away: Iterable[int]) -> None:
+    def _find_tied(self, away: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those that have one memory with another (``p.data = q.data``), which a place of its own would tear apart."""
+        shown = {home.address: key for key, home in self._homes.items() if key not in away}
+        in_memory: dict[int, dict[int, torch.Tensor]] = {}
+        for key, tensor in away.items():
+            in_memory.setdefault(tensor.data_ptr(), {})[key] = tensor
+        for address, tensors in in_memory.items():
+            other = self._homes[shown[address]].reference() if address in shown else None
+            if other is not None:
+                tensors[shown[address]] = other
+        return {key: one for tensors in in_memory.values() if len(tensors) > 1 for key, one in tensors.items()}
+
+    def _leave_what_is_held(self, away: Container[int]) -> None:
         """What a program has taken out of a parameter and still holds, to put it back or into another one, is its own:
         what is written to the parameter's place from now on is not to show there."""
         held: dict[int, list[torch.Tensor]] = {}
-        for key in away:
-            memory, _, shown = self._homes[key].place
-            if tensors_in_storage(shown) > 1:
+        for key, home in self._homes.items():
+            memory, _, shown = home.place
+            if key in away and tensors_in_storage(shown) > 1:
                 held.setdefault(id(memory), []).append(shown)
         for memory in self.memories():
             if id(memory) in held:
@@ -242,7 +257,7 @@ class CentralParameters:
             if id(home.place.memory) in held:
                 moved = home.again()
                 tensor = home.reference()
-                if tensor is not None and home.has(tensor):
+                if key not in away and tensor is not None:
                     tensor.data = moved.place.shown
                 self._homes[key] = moved
 
