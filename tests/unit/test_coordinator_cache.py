@@ -194,6 +194,7 @@ WRITES: dict[str, tuple[Callable[[Any], object], Callable[[torch.Tensor], torch.
     "data": (lambda weight: weight.data.mul_(2), lambda before: before * 2),
     "data, a view": (lambda weight: weight.data[1].fill_(7.0), lambda before: _with_row(before, 7.0)),
     "data, assigned": (lambda weight: setattr(weight, "data", torch.ones(3, 4)), torch.ones_like),
+    "set_": (lambda weight: weight.set_(torch.ones(3, 4)), torch.ones_like),
     "nn.init": (lambda weight: nn.init.constant_(weight, 3.0), lambda before: torch.full_like(before, 3.0)),
     "out=": (lambda weight: torch.add(torch.ones(3, 4), 1, out=weight), lambda before: torch.full_like(before, 2.0)),
     "foreach": (lambda weight: torch._foreach_mul_([weight], 2), lambda before: before * 2),

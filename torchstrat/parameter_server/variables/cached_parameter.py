@@ -133,6 +133,7 @@ NEEDS_NO_VALUES = frozenset(
 
 
 _DATA: Any = torch.Tensor.data
+_SET: Any = torch.Tensor.set_
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
@@ -202,7 +203,7 @@ class TensorCall:
     @property
     def hands_out(self) -> bool:
         """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
-        return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (_DATA.__get__, _DATA_SET)
+        return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (_DATA.__get__, _DATA_SET, _SET)
 
 
 class Alias:
@@ -269,6 +270,10 @@ class CachedTensor:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _ask(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """The one method that PyTorch makes without asking. Assigning to a weight under a parametrization does it."""
+        return _ask(_SET, (self, *args), kwargs)
 
     def _read(self) -> torch.Tensor:
         """The current values: an ordinary tensor over the same memory."""
