@@ -166,6 +166,26 @@ def test_optimizers_that_are_dropped_take_their_state_along() -> None:
             until(lambda: sum(one.total_bytes for one in store) == before)
 
 
+def test_a_buffer_that_outlives_its_module_is_read() -> None:
+    data, alone = torch.arange(12.0).reshape(4, 3), nn.BatchNorm1d(3)
+    alone(data)
+    with job_of() as job:
+
+        def train() -> Any:
+            with job.strategy.scope():
+                norm = nn.BatchNorm1d(3)
+            job.coordinator.schedule(lambda: norm(data).sum().item()).get(timeout=WAIT)
+            return norm.running_mean
+
+        mean = train()
+        gc.collect()
+        job.coordinator.schedule(int).get(timeout=WAIT)
+        assert torch.equal(mean.clone(), alone.running_mean)
+        del mean
+        gc.collect()
+        until(lambda: variables_on(job.cluster) == 2)
+
+
 def test_variables_and_per_worker_values_go_with_their_last_handle() -> None:
     with job_of() as job:
         with job.strategy.scope():

@@ -66,7 +66,7 @@ class _Slot(NamedTuple):
 class CapturedVariables:
     """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly.
 
-    ``died`` is told of variables whose tensors, or whose modules, the program has dropped.
+    ``died`` is told of variables whose tensors the program has dropped, and of buffers whose modules it has, too.
     """
 
     def __init__(
@@ -245,11 +245,15 @@ class CapturedVariables:
         assert slot.tensor is not None
         spec = self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
         token, key = token_of_spec(spec), (id(slot.module), slot.name)
-        slots, died = self._slots, self._died
+        slots, died, cache, number = self._slots, self._died, self._cache, spec.number
 
         def forget(_: Any) -> None:
             slots.pop(key, None)
-            died(token)
+            kept = cache.tensor(number)
+            if kept is None:
+                died(token)
+            else:  # a statistic that outlives its layer, or one that is about to go with it
+                weakref.finalize(kept, died, token).atexit = False
 
         self._buffers[spec.number] = _Slot(weakref.ref(slot.module, forget), key)
         self._slots[key] = spec.number
