@@ -272,6 +272,16 @@ def test_a_write_of_another_shape_is_refused(job: Job) -> None:
         job.train()
 
 
+@pytest.mark.parametrize("by", ["data", "set_"])
+def test_no_variable_gets_the_memory_of_another(by: str, job: Job) -> None:
+    job.train()
+    bias, column = job.model[0].bias, job.weight.detach()[:, 0]
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"bias .* shares its memory with weight of module 0"):
+        setattr(bias, "data", column) if by == "data" else bias.set_(column)
+    job.train()
+    assert equal(job.weight, job.trained(2))
+
+
 def test_what_is_written_below_python_is_refused_while_functions_run(job: Job) -> None:
     gate = close_gate("unforeseen")
     job.coordinator.schedule(pass_gate, args=("unforeseen",))

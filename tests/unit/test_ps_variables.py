@@ -297,6 +297,12 @@ def bad_layout() -> Any:
     return model, optimizer
 
 
+def tied_by_memory() -> Any:
+    model, optimizer = ordinary()
+    model.bias.data = model.weight.data[:, 0]
+    return model, optimizer
+
+
 def with_optimizer(kind: Any) -> Any:
     model = nn.Linear(2, 2)
     return model, kind(model.parameters())
@@ -314,9 +320,10 @@ def job() -> Iterator[Job]:
         (lambda: with_optimizer(torch.optim.LBFGS), UnsupportedError, "scope"),
         (lambda: with_optimizer(WithLock), NotSendableError, "scope"),
         (bad_layout, NotImplementedError, "scope"),
+        (tied_by_memory, UnsupportedError, "scope"),
         (lambda: ordinary(lock=threading.Lock()), NotSendableError, "use"),
     ],
-    ids=["an optimizer with closures", "an optimizer with a lock", "a layout", "a module with a lock"],
+    ids=["an optimizer with closures", "an optimizer with a lock", "a layout", "shared memory", "a module with a lock"],
 )
 def test_what_is_refused_is_not_in_the_way_of_the_rest(job: Job, make: Any, error: Any, fails_at: str) -> None:
     earlier = job.made()
@@ -333,6 +340,18 @@ def test_what_is_refused_is_not_in_the_way_of_the_rest(job: Job, make: Any, erro
     job.assert_trains(*later)
     if error is UnsupportedError:
         job.assert_trains(*beside)
+
+
+def test_columns_of_one_matrix_share_no_memory(job: Job) -> None:
+    def cut() -> Any:
+        model, optimizer = ordinary()
+        model.weight.data, rest = torch.ones(2, 3).split([2, 1], dim=1)
+        model.bias.data = rest[:, 0]
+        return model, optimizer
+
+    with job.strategy.scope():
+        made = cut()
+    assert job.run(*made) == pytest.approx(job.run(*made) + 0.8, abs=1e-5)
 
 
 def test_a_module_is_taken_once_what_was_refused_has_gone(job: Job) -> None:

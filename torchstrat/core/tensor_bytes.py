@@ -22,6 +22,31 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(_as_integers(one), _as_integers(other))
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors have memory in common. Columns of one matrix have not."""
+    if not one.numel() or not other.numel():
+        return False
+    begins = [one.data_ptr(), other.data_ptr()]
+    ends = [begin + _extent(t) * t.element_size() for begin, t in zip(begins, (one, other), strict=True)]
+    if max(begins) >= min(ends):
+        return False
+    size = one.element_size()
+    if size != other.element_size() or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    seen = torch.zeros((max(ends) - min(begins)) // size, dtype=torch.bool)
+    shown = [
+        seen.as_strided(t.shape, t.stride(), (begin - min(begins)) // size)
+        for begin, t in zip(begins, (one, other), strict=True)
+    ]
+    shown[0].fill_(True)
+    return bool(shown[1].any())
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last in memory, with both."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return flat.view(_INTEGERS[flat.element_size()])

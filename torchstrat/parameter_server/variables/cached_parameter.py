@@ -15,7 +15,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Protocol, cast
@@ -28,6 +28,7 @@ from torchstrat.core import _torch_private, hook_registrations
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
+from torchstrat.core.tensor_bytes import overlap
 from torchstrat.parameter_server.messages import InitialOp, VariableSpec
 
 Moment = tuple[int, int]
@@ -204,6 +205,29 @@ class TensorCall:
     def hands_out(self) -> bool:
         """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
         return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (_DATA.__get__, _DATA_SET, _SET)
+
+
+def shares_memory(name: str, other: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} shares its memory with {other}, by .data, a view or nn.Parameter(parameter). On parameter servers "
+        "each has its own, so that it would not follow the other's steps. To tie them, use one parameter twice "
+        "(second.weight = first.weight); to begin with equal values, copy them: .data.clone()."
+    )
+
+
+def require_own_memory(call: TensorCall, copies: Iterable[Any]) -> None:
+    """Before a call that may give a variable other memory: it is not to be that of another one."""
+    memory = call.args[1] if call.func in (_DATA_SET, _SET) and len(call.args) > 1 else None
+    if not isinstance(memory, torch.Tensor):
+        return
+    with DisableTorchFunctionSubclass():
+        if memory.is_meta or _torch_private.tensors_in_storage(memory) < 2:
+            return
+        held = [(copy.spec.name, tensor) for copy in copies if (tensor := copy.tensor()) is not None]
+        names = {id(tensor): name for name, tensor in held}
+        for other, tensor in held if id(call.args[0]) in names else ():
+            if tensor is not call.args[0] and not tensor.is_meta and overlap(memory, tensor):
+                raise shares_memory(names[id(call.args[0])], other)
 
 
 class Alias:

@@ -46,6 +46,7 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     let_alone,
     let_ask,
     read_rows,
+    require_own_memory,
 )
 from torchstrat.parameter_server.variables.deferred_init import carry_initialisers, repeated_on_servers
 
@@ -242,6 +243,7 @@ class CoordinatorCache:
 
     def _run(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
         if call.hands_out:  # before it does: what it changes is found by what there was
+            require_own_memory(call, self._copies.values())
             for copy in copies:
                 self.hand_out(copy)
         return call.run()

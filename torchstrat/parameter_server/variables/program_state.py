@@ -13,6 +13,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,12 @@ from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import is_listed
 from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.variables.cached_parameter import shares_memory
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
@@ -171,6 +174,24 @@ class CapturedVariables:
             if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
                 self._place_buffer(name, slot)
         self._follow_buffers()
+        if self._to_create:
+            self._require_own_memory()
+
+    def _require_own_memory(self) -> None:
+        """Of two variables that show the same memory here, each would have its own on the servers and on workers.
+        Buffers may: two layers have one mask."""
+        new = {spec.number for spec in self._to_create}
+        held: dict[int, list[tuple[VariableSpec, torch.Tensor]]] = {}
+        with DisableTorchFunctionSubclass():
+            for number, spec in self._specs.items():
+                tensor = self.tensor(number)
+                if tensor is not None and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+                    held.setdefault(tensor.untyped_storage().data_ptr(), []).append((spec, tensor))
+            for together in held.values():
+                for (spec, tensor), (other, its_tensor) in combinations(together, 2):
+                    is_new = spec.number in new or other.number in new
+                    if is_new and "parameter" in (spec.kind, other.kind) and overlap(tensor, its_tensor):
+                        raise shares_memory(other.name, spec.name)
 
     def to_create(self) -> list[VariableSpec]:
         """What has a place and is not on the servers yet, as far as the program still has it."""

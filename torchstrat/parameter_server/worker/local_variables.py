@@ -18,7 +18,7 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.reduction import VariableAggregation
-from torchstrat.core.tensor_bytes import is_same
+from torchstrat.core.tensor_bytes import is_same, overlap
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import grow_gradient
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome, VariableAccess, VariableEdit
@@ -453,12 +453,10 @@ class Copies:
 
     def _give_own_memory(self, spec: VariableSpec, parameter: WatchedParameter) -> None:
         """A function has assigned ``data``. Whoever else has that memory would be written to with the next values."""
-        begin = parameter.memory.data_ptr()
-        end = begin + parameter.memory.nbytes
         for number, other in self.parameters():
             if other is parameter or (number in self._tables and number not in self._held):
                 continue
-            if other.memory.data_ptr() < end and begin < other.memory.data_ptr() + other.memory.nbytes:
+            if overlap(parameter.memory, other.memory):
                 raise UnsupportedError(
                     f"a scheduled function made {spec.name} share its memory with {self._specs[number].name}, by "
                     "assigning .data. On parameter servers each has its own. Copy the values: "
