@@ -113,6 +113,60 @@ def test_a_hook_is_followed_outside_of_scopes_and_gone_when_it_is_removed(job: J
     assert torch.equal(job.on_worker(), before)
 
 
+class Grown(nn.Linear):
+    """What is here of these, it uses."""
+
+    scale: Any
+    more: Any
+    gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) * self.scale * self.gain
+        return y if self.more is None else self.more(y)
+
+
+def _register_child(layer: Grown) -> None:
+    layer.more = nn.Linear(4, 4)
+
+
+def _register_parameter(layer: Grown) -> None:
+    del layer.scale
+    layer.scale = nn.Parameter(torch.full((4,), 0.5))
+
+
+def _delete_attribute(layer: Grown) -> None:
+    del layer.gain
+
+
+@pytest.mark.parametrize("change", [_register_child, _register_parameter, _delete_attribute])
+def test_what_is_registered_or_deleted_takes_the_place_of_an_attribute(
+    change: Callable[[Grown], None], job: Job
+) -> None:
+    with job.strategy.scope():
+        layer = job.model[0] = Grown(3, 4)
+        layer.scale, layer.more, layer.gain = 2.0, None, 3.0
+    assert job.is_followed()
+    before = job.on_worker()
+    with job.strategy.scope():
+        change(layer)
+    assert job.is_followed()
+    assert not torch.equal(job.on_worker(), before)
+    if change is _delete_attribute:
+        layer.gain = 3.0  # the same as before
+        assert torch.equal(job.on_worker(), before)
+        assert job.is_followed()
+
+
+def test_pruning_is_followed_when_it_is_made_permanent(job: Job) -> None:
+    for change in (_prune, lambda model: prune.remove(model[0], "weight")):
+        with job.strategy.scope():
+            change(job.model)
+        assert job.is_followed()
+    with torch.no_grad():
+        job.model[0].weight.mul_(2)
+    assert job.is_followed()
+
+
 def test_a_head_that_took_the_place_of_another_trains(job: Job) -> None:
     model = job.model
     with job.strategy.scope():

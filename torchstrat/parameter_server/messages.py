@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -116,9 +117,16 @@ class NewOptimizer:
     rows_only: bool = True
 
 
+class Gone(Enum):
+    """In place of a value: there is none any more."""
+
+    GONE = "gone"
+
+
 class SetAttribute(NamedTuple):
     """On the coordinator. ``moment``: nanoseconds of its clock. What is set later is set, be it the same value again
-    after steps have changed it; and a coordinator that was started again goes on where the last one was."""
+    after steps have changed it; and a coordinator that was started again goes on where the last one was. ``value``:
+    `Gone.GONE` where it was deleted."""
 
     moment: int
     value: Any

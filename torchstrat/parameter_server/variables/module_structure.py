@@ -3,7 +3,8 @@ put there.
 
 Attributes, such as a dropout's ``p``, travel once, with their object; so do those of optimizers of the program's own
 classes. What the program sets afterwards, a number, a string or a tuple of such, travels with the settings of the next
-function; of anything else that it sets there is one warning.
+function; of anything else that it sets there is one warning. What it deletes from a module, perhaps to register a
+parameter or a child by that name, goes from the workers' too.
 
 Modules travel once. What the program adds, removes or replaces afterwards (a new head, a larger table, pruning) travels
 with the settings of the next function, and is put into the same module of each worker.
@@ -29,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.core._torch_private import optimizers_without_compiler
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.parameter_server.messages import SetAttribute, SetAttributes, VariableSpec
+from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
@@ -118,8 +119,14 @@ class PlainAttributes:
                 sent[name] = _kept(value)
                 if is_fixed(value):
                     self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), value)
-                elif not _is_worked_out(owner, value):
-                    self._warn(owner, name)
+                else:
+                    self._set.get(owner, {}).pop(name, None)
+                    if not _is_worked_out(owner, value):
+                        self._warn(owner, name)
+            if isinstance(owner, nn.Module):
+                for name in sent.keys() - vars(owner).keys():
+                    del sent[name]
+                    self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), Gone.GONE)
             if owner in self._set:
                 found[ATTRIBUTES, token] = dict(self._set[owner])
         return found

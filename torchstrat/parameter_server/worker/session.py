@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, Modes, Options
-from torchstrat.parameter_server.messages import SetAttributes
+from torchstrat.parameter_server.messages import Gone, SetAttributes
 from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
@@ -109,7 +109,11 @@ class Settings:
         if self._attributes.get(token) != values and self._world.knows(token):
             self._attributes[token] = values
             owner = self._world.resolve(token)
-            vars(owner).update({name: one.value for name, one in values.items()})
+            for name, one in values.items():
+                if one.value is Gone.GONE:
+                    vars(owner).pop(name, None)
+                else:
+                    vars(owner)[name] = one.value
             if isinstance(owner, Optimizer):
                 self._own_attributes[token[1]] = fixed_attributes(owner)
 
@@ -125,6 +129,8 @@ class Settings:
         buffers = {n: None if spec is None else make(spec) for n, spec in members.buffers.items()}
         # One that is there already may be another tensor by now, which a function has put in its place.
         _fill(module._buffers, {name: module._buffers.get(name, one) for name, one in buffers.items()})
+        for name in (*members.parameters, *members.children, *members.buffers):
+            vars(module).pop(name, None)  # a function has set it: Python would find that first
         module._non_persistent_buffers_set = set(members.not_saved)
         kind, tables = unpack(members.hooks, self._world)
         if kind is not None:
