@@ -80,6 +80,11 @@ def _hook(model: nn.Sequential) -> None:
     model[1].register_forward_hook(lambda module, args, output: output * 3)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
 CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
     "another head": _replace_head,
     "another parameter": _replace_parameter,
@@ -105,6 +110,15 @@ def test_a_change_in_a_later_scope_is_followed(change: Callable[[nn.Sequential],
     assert job.is_followed()
 
 
+def test_another_class_is_followed() -> None:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        job = Job(cluster)
+        before = [job.on_worker() for _ in range(3)][-1]  # nothing changes any more
+        job.model[2].__class__ = Doubled
+        assert torch.equal(job.on_worker(), before * 2)
+        assert job.is_followed()
+
+
 def test_a_hook_is_followed_outside_of_scopes_and_gone_when_it_is_removed(job: Job) -> None:
     before = job.on_worker()
     handle = job.model[2].register_forward_hook(lambda module, args, output: output + 1)
@@ -120,8 +134,13 @@ class Grown(nn.Linear):
     more: Any
     gain = 1.0
 
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.register_buffer("offset", None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x) * self.scale * self.gain
+        y = y if self.offset is None else y + self.offset
         return y if self.more is None else self.more(y)
 
 
@@ -138,12 +157,16 @@ def _delete_attribute(layer: Grown) -> None:
     del layer.gain
 
 
-@pytest.mark.parametrize("change", [_register_child, _register_parameter, _delete_attribute])
+def _fill_buffer(layer: Grown) -> None:
+    layer.offset = torch.ones(4)
+
+
+@pytest.mark.parametrize("change", [_register_child, _register_parameter, _delete_attribute, _fill_buffer])
 def test_what_is_registered_or_deleted_takes_the_place_of_an_attribute(
     change: Callable[[Grown], None], job: Job
 ) -> None:
     with job.strategy.scope():
-        layer = job.model[0] = Grown(3, 4)
+        layer = job.model[0] = Grown()
         layer.scale, layer.more, layer.gain = 2.0, None, 3.0
     assert job.is_followed()
     before = job.on_worker()

@@ -383,7 +383,7 @@ def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
             yield from (id(parameter) for parameter in module._parameters.values())
 
 
-_members = operator.attrgetter("training", "_parameters", "_modules", "_buffers")
+_members = operator.attrgetter("training", "_parameters", "_modules", "_buffers", "__class__")
 
 
 def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Reading:
-    """Of modules: their members, modes and plain attributes. Of variables: whether they were written, or take
+    """Of modules: their class, members, modes and plain attributes. Of variables: whether they were written, or take
     gradients. Of optimizers: parameter groups and hyperparameters, and whether their state was changed here.
 
     It keeps nothing of the program alive but hyperparameters. Members are told apart by id: that of a module or a
@@ -429,8 +429,8 @@ class Reading:
 
     def _read_modules(self, modules: Iterable[Any]) -> None:
         marks = self._marks
-        for training, parameters, children, buffers in map(_members, modules):
-            marks += (training, len(parameters), len(children), len(buffers))
+        for training, parameters, children, buffers, kind in map(_members, modules):
+            marks += (training, len(parameters), len(children), len(buffers), kind)
             if parameters:
                 marks += parameters
                 marks += map(id, parameters.values())

@@ -127,8 +127,10 @@ class Settings:
         _fill(module._parameters, {n: None if spec is None else make(spec) for n, spec in members.parameters.items()})
         _fill(module._modules, {n: None if child is None else resolve(child) for n, child in members.children.items()})
         buffers = {n: None if spec is None else make(spec) for n, spec in members.buffers.items()}
-        # One that is there already may be another tensor by now, which a function has put in its place.
-        _fill(module._buffers, {name: module._buffers.get(name, one) for name, one in buffers.items()})
+        for name, one in module._buffers.items():
+            if one is not None and buffers.get(name) is not None:
+                buffers[name] = one  # another tensor by now, perhaps, which a function has put in its place
+        _fill(module._buffers, buffers)
         for name in (*members.parameters, *members.children, *members.buffers):
             vars(module).pop(name, None)  # a function has set it: Python would find that first
         module._non_persistent_buffers_set = set(members.not_saved)
