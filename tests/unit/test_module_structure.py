@@ -222,3 +222,14 @@ def test_a_hook_on_a_parameter_is_refused_by_name(job: Job) -> None:
         job.model[0].weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(UnsupportedError, match="hook was registered on a parameter"):
         job.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def test_nothing_is_taken_out_of_an_optimizer(job: Job) -> None:
+    with job.strategy.scope():
+        optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    all_of_it, group["params"] = group["params"], group["params"][1:]
+    with pytest.raises(UnsupportedError, match=r"removed from param_groups of SGD.*requires_grad_\(False\)"):
+        job.coordinator.schedule(lambda: optimizer.step())
+    group["params"] = all_of_it
+    assert job.is_followed()

@@ -49,6 +49,7 @@ from torchstrat.parameter_server.variables.optimizer_state import (
     Kinds,
     RemoteOptimizerState,
     read_state,
+    require_growth,
     split_state,
     warn_of_rows,
 )
@@ -411,6 +412,7 @@ class Job:
             groups = tuple(tuple(self.variables.numbers_of(group["params"])) for group in optimizer.param_groups)
             if self._optimizers.get(number) == groups:
                 continue
+            require_growth(optimizer, self._optimizers.get(number, ()), groups)
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             kind = self.kinds.of(optimizer)

@@ -434,6 +434,18 @@ class _Described:
             )
 
 
+def require_growth(optimizer: Optimizer, earlier: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> None:
+    """Raise `UnsupportedError` where variables that servers step with ``optimizer`` are no longer in its groups."""
+    if len(groups) < len(earlier) or any(
+        now[: len(before)] != before for before, now in zip(earlier, groups, strict=False)
+    ):
+        raise UnsupportedError(
+            f"parameters were removed from param_groups of {type(optimizer).__name__}, or put into another order, "
+            "after it had been placed on parameter servers. More can be added behind them. What is not to be trained "
+            "any more gets requires_grad_(False), or make another optimizer in a `with strategy.scope():`."
+        )
+
+
 def moves_rows_without_gradient(optimizer: Optimizer, kind: Kind) -> bool:
     """Whether its step changes a row, or the state of one, to which the gradient is zero. Not for one that steps sparse
     gradients alone: what these do not name stays as it is anywhere."""
