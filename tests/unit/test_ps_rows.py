@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 import torchstrat as ts
 from tests.support.parameter_servers import PerTensor, Program, on_servers
 from torchstrat.errors import UnsupportedError
+from torchstrat.testing.fake_cluster import FakeCluster
 
 ROWS, WIDTH, DECAY, RPROP_LR = 17, 3, 0.9, 0.03
 IDS_PER_STEP = (3, 0, 1, 5, 2, 8, 4, 6)
@@ -210,3 +212,14 @@ def test_state_whose_beginning_cannot_be_told() -> None:
         with pytest.raises(UnsupportedError, match=says):
             program.run(Parts.step, program.made, torch.tensor([1]), torch.ones(1, WIDTH), torch.ones(11, WIDTH))
         torch.testing.assert_close(program.made.state_dict(), before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sparse_lookups_warn_without_a_partitioner_too(momentum: float) -> None:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        says = pytest.warns(UserWarning, match="SGD moves all rows .*sparse=True.*rows_only=False")
+        with says if momentum else nullcontext(), strategy.scope():
+            table = nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+            optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=momentum)
+        assert optimizer

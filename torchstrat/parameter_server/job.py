@@ -419,7 +419,7 @@ class Job:
             specs = list(self.variables.specs_of(optimizer).values())
             new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
             check_places(optimizer, kind, specs)
-            if self._warns_of_rows and any(spec.by_rows for spec in specs):
+            if self._warns_of_rows and self.variables.go_by_rows(specs):
                 self._warns_of_rows = not warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._attributes.note(optimizer)

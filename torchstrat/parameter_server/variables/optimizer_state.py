@@ -461,9 +461,9 @@ def warn_of_rows(optimizer: Optimizer, kind: Kind) -> bool:
         return False
     warnings.warn(
         f"on one device {type(optimizer).__name__} moves all rows of an embedding table in every step (by "
-        "momentum, running averages, weight decay); on parameter servers with a variable_partitioner, rows "
-        "that no gradient touches stay as they are. ParameterServerStrategy(…, rows_only=False) has those of "
-        "one device, and steps whole tables; rows_only=True says that this is meant, without this warning.",
+        "momentum, running averages, weight decay); on parameter servers with a variable_partitioner, or with "
+        "sparse=True, rows that no gradient touches stay as they are. ParameterServerStrategy(…, rows_only=False) has "
+        "those of one device, and steps whole tables; rows_only=True says that this is meant, without this warning.",
         stacklevel=3,
     )
     return True

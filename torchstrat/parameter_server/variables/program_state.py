@@ -150,6 +150,12 @@ class CapturedVariables:
                     found[spec.number] = spec
         return list(found.values())
 
+    def go_by_rows(self, specs: Collection[VariableSpec]) -> bool:
+        """Whether gradients of some name rows alone: those of tables that travel so, and of lookups that are sparse."""
+        sparse = (one for one in self._registry.modules() if getattr(one, "sparse", None) is True)
+        numbers = set(self.numbers_of(p for one in sparse for p in one._parameters.values() if p is not None))
+        return any(spec.by_rows or spec.number in numbers for spec in specs)
+
     def grow(self, spec: VariableSpec) -> None:
         """The servers have more rows of a variable, and ``spec`` is what it is now."""
         self._specs[spec.number] = spec
