@@ -5,11 +5,13 @@ What the table of state in tests/matrix edits as well (modes, `requires_grad`, r
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,10 +124,30 @@ def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> N
     model.names = ["a"]
     assert program.run(lambda: model.names) == ["a"]
     model.names = ["b"]
-    with pytest.warns(UserWarning, match=r"attribute 'names' of a Sequential was set on the coordinator.*argument"):
+    with pytest.warns(UserWarning, match=r"attribute 'names' of a Sequential was set.* on the coordinator.*argument"):
         program.coordinator.schedule(lambda: 0)
     model.names = ["c"]
     assert program.run(lambda: model.names, "error") == ["a"]
+
+
+CHANGES_IN_PLACE: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "a list": ([1.0], lambda kept: kept.append(2.0)),
+    "within a dictionary": ({"layer": {"gain": [1.0]}}, lambda kept: kept["layer"]["gain"].clear()),
+    "a record": (SimpleNamespace(gain=1.0, names=["a"]), lambda kept: setattr(kept, "gain", 2.0)),
+    "a tensor": (torch.ones(2), lambda kept: kept.mul_(2)),
+}
+
+
+@pytest.mark.parametrize(("kept", "change"), CHANGES_IN_PLACE.values(), ids=CHANGES_IN_PLACE)
+def test_attributes_that_are_changed_in_place_are_warned_of(
+    kept: Any, change: Callable[[Any], object], program: Program
+) -> None:
+    program.model[0].kept = copy.deepcopy(kept)
+    for _ in range(3):
+        program.run(lambda: 0, "error")
+    change(program.model[0].kept)
+    with pytest.warns(UserWarning, match="attribute 'kept' of a Linear was set, or changed in place, on the coord"):
+        program.coordinator.schedule(lambda: 0)
 
 
 class Own(torch.optim.Optimizer):

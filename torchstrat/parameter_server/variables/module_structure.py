@@ -39,6 +39,8 @@ ATTRIBUTES = "attributes"
 """Of the settings' keys: (this, token of a module or an optimizer) → `SetAttributes`."""
 
 _SET_BY_SCHEDULERS = ("step", "_opt_called")
+_DEPTH, _MOST_PARTS = 3, 100
+"""Of values that may change and stay the same object: how deep they are looked into, and up to what size."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -144,10 +146,10 @@ class PlainAttributes:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"attribute {name!r} of a {type(owner).__name__} was set on the coordinator after it had been sent to "
-                "the other tasks. Numbers, strings and tuples of such follow; this is none, and they keep what they "
-                "have. Give it to the function as an argument, or set it in the function. (Further ones are not "
-                "warned of.)",
+                f"attribute {name!r} of a {type(owner).__name__} was set, or changed in place, on the coordinator "
+                "after it had been sent to the other tasks. Numbers, strings and tuples of such follow where they are "
+                "set; this is none, and they keep what they have. Give it to the function as an argument, or set it in "
+                "the function. (Further ones are not warned of.)",
                 stacklevel=2,
             )
 
@@ -159,11 +161,33 @@ def _is_worked_out(owner: nn.Module | Optimizer, value: Any) -> bool:
 
 def _kept(value: Any) -> Any:
     """To be compared with later ones: 1 is another number than 1.0."""
-    return (type(value), value) if is_fixed(value) else id(value)
+    return (type(value), value) if is_fixed(value) else _mark_of(value)
 
 
 def _mark_of(value: Any) -> Any:
-    return value if is_fixed(value) else id(value)
+    if is_fixed(value):
+        return value
+    found = _contents(value, _DEPTH)
+    return id(value) if found is None else (id(value), found)
+
+
+def _contents(value: Any, depth: int) -> Any:
+    """Other ones when a container, a tensor or a record of settings was changed in place; None of what is something
+    else, or has parts that are, such as parameters: who holds those tells of them."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return None if value.is_inference() else value._version
+    members: Any = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
+    if type(members) not in _CONTAINERS or len(members) > _MOST_PARTS:
+        return None
+    parts = [*members, *members.values()] if type(members) is dict else [*members]
+    if are_atoms(map(type, parts)):
+        return parts
+    found = [part if is_fixed(part) else _contents(part, depth - 1) if depth else None for part in parts]
+    return None if any(one is None and part is not None for one, part in zip(found, parts, strict=True)) else found
+
+
+_CONTAINERS = (list, tuple, dict, set)
 
 
 MEMBERS = "members"
