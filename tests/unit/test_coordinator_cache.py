@@ -272,6 +272,13 @@ def test_a_write_of_another_shape_is_refused(job: Job) -> None:
         job.train()
 
 
+def test_a_parameter_of_a_parameter_is_refused_by_name(job: Job) -> None:
+    job.train()
+    with pytest.raises(UnsupportedError, match=r"nn\.Parameter\(parameter\.detach\(\)\.clone\(\)\)"):
+        nn.Parameter(job.weight)
+    assert equal(nn.Parameter(job.weight.detach().clone()), job.trained(1))
+
+
 @pytest.mark.parametrize("by", ["data", "set_"])
 def test_no_variable_gets_the_memory_of_another(by: str, job: Job) -> None:
     job.train()

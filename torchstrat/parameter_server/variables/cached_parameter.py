@@ -255,6 +255,12 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             "which have parameters of their own. Register it in the function, or change the gradients there between "
             "backward() and step()."
         )
+    if func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
+        raise UnsupportedError(
+            "nn.Parameter was given a parameter or buffer that lives on parameter servers, to share its memory; on the "
+            "servers each has its own. Use the same parameter in both places, or give it a copy: "
+            "nn.Parameter(parameter.detach().clone())."
+        )
     if func in NEEDS_NO_VALUES:
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
