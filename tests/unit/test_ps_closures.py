@@ -259,6 +259,11 @@ UNSENDABLE = {
         "create_per_worker_dataset",
     ),
     "a store": (torch.distributed.HashStore, "a torch.*HashStore", f"a process group {ONE_PROCESS}"),
+    "a compiled function": (
+        lambda: torch.compile(lambda x: x + 1, backend="eager"),
+        "a function",
+        r"Call torch.compile in the scheduled",
+    ),
     "a stream": (lambda: _FakeStream(), ".*Stream", "belong to a device"),
     "a trainable module": (lambda: nn.Linear(1, 1), "a torch.nn.modules.linear.Linear", "'weight' requires a grad"),
     "an optimizer": (lambda: torch.optim.SGD([torch.ones(1)], lr=0.1), "a torch.optim.sgd.SGD", IN_SCOPE),

@@ -96,6 +96,17 @@ def refusal(value: Any) -> str | None:
     return None
 
 
+COMPILED = (
+    "what torch.compile has made of a function is this process's own. Call torch.compile in the scheduled function, or "
+    "compile a module, model.compile(), which travels and is compiled on each worker."
+)
+
+
+def is_compiled(function: types.FunctionType) -> bool:
+    """Whether torch.compile has made it, and not torch.compiler.disable."""
+    return "_torchdynamo_orig_callable" in vars(function) and "_torchdynamo_disable" not in vars(function)
+
+
 def why_not(value: Any, error: BaseException) -> str:
     """Words for a failed pickle of ``value``: what kind of thing it is, or what Python said."""
     if _is_process_group(value):

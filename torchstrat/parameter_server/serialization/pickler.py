@@ -36,10 +36,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchstrat.core.errors import ContextError, FunctionError
 from torchstrat.parameter_server.serialization.closure_walk import is_library, members_used
 from torchstrat.parameter_server.serialization.path_errors import (
+    COMPILED,
     MissingModule,
     NotHere,
+    Refused,
     StaysHere,
     class_for,
+    is_compiled,
     missing_error,
 )
 from torchstrat.parameter_server.serialization.plain import ClassesHere, is_dense, snapshot
@@ -193,6 +196,11 @@ class ObjectPickler(ValuePickler):
                 return True
             self._buffers.append(torch.frombuffer(bytearray(view), dtype=torch.uint8))
             return False
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        if is_compiled(func):
+            raise Refused(func, COMPILED)
+        return super()._dynamic_function_reduce(func)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType | type | types.ModuleType):
