@@ -99,19 +99,17 @@ class Job:
         self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
         self.variables = CapturedVariables(registry, self.placement, self.kinds, self.cache, self.lifetimes.died)
         self.catalog = Catalog(registry, self.variables.spec_of, self.lifetimes)
-        self.first_function = 0
-        """Function numbers below were used by an earlier coordinator of the same servers."""
+        self.first_function = 0  # numbers below were used by an earlier coordinator of the same servers
         self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
         self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
+        # `OnServerLoss.attempt`
         self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
-        """`OnServerLoss.attempt`."""
         self._registry = registry
         self._structure = ModuleStructure()
-        self._rows_only = rows_only is not False
-        self._warns_of_rows = rows_only is None
+        self._rows_only, self._warns_of_rows = rows_only is not False, rows_only is None
         self.seed = torch.initial_seed()
         """Of the program, at the end of its last scope; random numbers of functions come from it."""
         self.functions_elsewhere = 0
