@@ -64,7 +64,7 @@ class Kept(nn.Module):
         with torch.no_grad():
             self.mask[step % 3] = True
             self.get_buffer("rates").fill_(step + 0.5)
-        self.seen.update(steps=step + 1, scales=[0.5 * step, "kept"])  # in place: workers have the module
+        self.seen.update(steps=step + 1, scales=[0.5 * step, "kept"])  # workers have the module, and keep theirs
 
 
 def make(seed: int) -> dict[str, Any]:

@@ -25,7 +25,10 @@ from tests.multiprocess.checkpoint_jobs import (
 from tests.support.checkpoints import same, stored
 from torchstrat.testing import Workers
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings("ignore:attribute .seen. of a Kept"),  # the coordinator alone keeps and saves it
+]
 
 
 @pytest.fixture(scope="module")

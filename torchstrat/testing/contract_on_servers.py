@@ -34,6 +34,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "group_added_in_step": InvalidArgumentError,
     "stepped_outside_of_runs": ContextError,  # the gradients are on the worker, and the step is the coordinator's
     "sharpness_aware": UnsupportedError,  # puts state into an optimizer outside of its step()
+    "elements_exchanged_outside": UnsupportedError,  # for a moment two parameters have one memory
     "lookahead_without_hooks": UnsupportedError,  # not known where it is made, and may look at all it steps
 }
 """Cases that parameter servers refuse, and the error that says so."""
