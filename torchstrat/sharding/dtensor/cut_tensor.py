@@ -75,9 +75,17 @@ class CutTensor(DTensor):
 
         return whole(self)
 
+    # Refused as methods too, where the class of a tensor is not asked: PyTorch's own answer for the piece, or end the
+    # process.
+
     def share_memory_(self) -> Any:
-        """Refused as a method too: PyTorch's own ends the process where the class of a tensor is not asked."""
         raise refused("Tensor.share_memory_")
+
+    def storage_offset(self) -> int:
+        raise refused("Tensor.storage_offset")
+
+    def const_data_ptr(self) -> int:
+        raise refused("Tensor.const_data_ptr")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         with WithoutSubclasses():
