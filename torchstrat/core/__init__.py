@@ -2,5 +2,5 @@
 
 Also what a step is found to touch (`reachable`, `hook_registrations`), the one classification of optimizers
 (`optimizers`), what a program takes in memory (`memory`), and the private names of PyTorch (`_torch_private`).
-Imports nothing of the other folders; all of them may import from here.
+All other folders may import from here. It is to import from none of them: pyproject.toml lists what still does.
 """

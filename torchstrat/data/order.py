@@ -183,11 +183,15 @@ class IndexOrder:
         elif self._first and not self._seeded:
             batches = self._replay_first(count)
         else:
-            batches = list(itertools.islice(self.draws or (), count))
+            batches = self._own_draws(count)
         self._first = False
         self._ended = len(batches) < count
         self._drawn += len(batches)
         self._pending.extend(batches)
+
+    def _own_draws(self, count: int) -> list[Index]:
+        """The next ones of this rank's sampler; fewer at its end."""
+        return list(itertools.islice(self.draws or (), count))
 
     def _receive(self) -> list[Index]:
         message: tuple[list[Index], BaseException | None] = ([], None)
@@ -211,13 +215,13 @@ class IndexOrder:
     def _replay_first(self, count: int) -> list[Index]:
         """The first draws, made on rank 0's random stream: the only ones that torch's samplers take from outside."""
         if type(self._own) is SequentialSampler:
-            return list(itertools.islice(self.draws or (), count))
+            return self._own_draws(count)
         stream = getattr(self._own, "generator", None)
         generator = torch.default_generator if stream is None else stream
         before = state_of(generator)
         state = self._communicator.broadcast_object(before, 0, "the state of the sampler's random stream")
         generator.set_state(state)
-        batches = list(itertools.islice(self.draws or (), count))
+        batches = self._own_draws(count)
         if stream is None and not torch.equal(before, state):
             generator.set_state(before)  # this rank's default stream is its own: seeded differently, left alone
         return batches
