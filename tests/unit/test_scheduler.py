@@ -242,6 +242,13 @@ def test_what_was_lost_twice_waits_for_what_is_behind_others_at_workers() -> Non
     assert sent(play(scheduler, finished(0, "0c", 2))) == [(0, 0)], "beside 1, which has begun"
 
 
+def test_what_was_lost_twice_waits_for_nothing_that_a_held_dispatch_does_not_begin() -> None:
+    scheduler = Scheduler()
+    play(scheduler, *joined(0), *submitted(0), ev.WorkerLost(0, "0a"), ev.WorkerJoined(0, "0b"))
+    play(scheduler, *submitted(1, 2), *joined(1), ev.WorkerLost(0, "0b"), ev.WorkerJoined(0, "0c"))
+    assert sent(play(scheduler, ev.DispatchHeld())) == [(0, 0)], "the job is not at rest before it has ended"
+
+
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
@@ -669,7 +676,7 @@ class History(RuleBasedStateMachine):
     def hold(self) -> None:
         self.held = True
         actions = self.tell(ev.DispatchHeld())
-        assert {type(action) for action in actions} <= {ev.Recall, ev.AwaitMoment}
+        assert {type(action) for action in actions} <= {ev.Recall, ev.AwaitMoment, ev.Dispatch}
         self.check_asked_for_all(actions, [*self.live.items()])
 
     @rule()

@@ -392,6 +392,7 @@ class Scheduler:
         self._held = True
         for process in self._processes.values():
             self._recall_all(process, actions)
+        self._dispatch(actions)  # what was lost twice waited for others to begin; now they do not
 
     def _dispatch_released(self, event: DispatchReleased, actions: list[Action]) -> None:
         self._held = False
