@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from tests.matrix.table import PlantedFault
-from torchstrat.core import gradients, optimizers, variables
+from torchstrat.core import gradients, variables
 from torchstrat.replicas import gradient_reducer, gradient_synchronizer, optimizer_step
 from torchstrat.replicas.in_process import gradients as in_process_gradients
 from torchstrat.replicas.per_process import step_policies
@@ -51,10 +51,6 @@ def almost_nothing(self: Any, tensor: torch.Tensor) -> tuple[float, float]:
     return before or 1e-300, after
 
 
-def as_it_is(value: Any, made: dict[int, Any]) -> Any:
-    return made.get(id(value), value)
-
-
 _factors_of = gradient_reducer.GradientReducer._factors_of
 _BUCKETS = gradient_synchronizer.GradientSynchronizer
 
@@ -92,11 +88,6 @@ FAULTS = (
         "combined gradients have no graphs",
         partial(put, no, (gradient_synchronizer, "has_graph")),
         *_both("create_graph", "foreach", "torchrun multi_worker_mirrored"),
-    ),
-    _fault(
-        "what an optimizer wraps has no stand-in",
-        partial(put, as_it_is, (optimizers, "_in_place_of")),
-        *_both("one backward", "wrapper", "torchrun central_storage"),
     ),
     _fault(
         "a step within a step is one of its own",

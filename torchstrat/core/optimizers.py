@@ -128,46 +128,14 @@ def stand_in_of(
     return stand_in
 
 
-def make_stand_in(optimizer: Optimizer, made: dict[int, Any] | None = None) -> Optimizer:
-    """An optimizer of the same class and hyperparameters whose groups hold no parameters and whose state is its own.
-    Optimizers that it wraps are stand-ins too.
-
-    ``made``: what has been made in the place of what, by ``id``.
-    """
-    made = {} if made is None else made
-    if id(optimizer) in made:
-        stand_in: Optimizer = made[id(optimizer)]
-        return stand_in
-    made[id(optimizer)] = stand_in = object.__new__(type(optimizer))
-    attributes = vars(optimizer)
-    for group in optimizer.param_groups:
-        made.setdefault(id(group["params"]), [])
-    for name in ("param_groups", "state"):
-        if id(attributes.get(name)) in made:  # the same object as another optimizer's
-            continue
-        if name == "state":
-            made[id(optimizer.state)] = collections.defaultdict(dict)
-        else:
-            made[id(optimizer.param_groups)] = [{**group, "params": []} for group in optimizer.param_groups]
-    replaced = made.get if _wraps_none(type(optimizer)) else lambda _, value: _in_place_of(value, made)
-    vars(stand_in).update({name: replaced(id(value), value) for name, value in attributes.items()})
-    return stand_in
+def make_stand_in(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and hyperparameters whose groups hold no parameters and whose state is its own."""
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return stand_in_of(type(optimizer), vars(optimizer), groups)
 
 
 # Of classes: every step asks.
 _wraps_none: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch.optim."))
-
-
-def _in_place_of(value: Any, made: dict[int, Any]) -> Any:
-    if id(value) in made:
-        return made[id(value)]
-    if isinstance(value, Optimizer):
-        return make_stand_in(value, made)
-    if type(value) in (list, tuple) and any(isinstance(member, Optimizer) for member in value):
-        return type(value)(_in_place_of(member, made) for member in value)
-    if type(value) is dict and any(isinstance(member, Optimizer) for member in value.values()):
-        return {name: _in_place_of(member, made) for name, member in value.items()}
-    return value
 
 
 def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -205,7 +173,7 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
 
 def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) -> None:
     """From now on a step of this class asks the hooks of this process, and that of a stand-in made to `be_idle` does
-    nothing: what a class of the user's own does with no parameters at all is not known.
+    nothing: what a class of the user's own does with no parameters at all is not known, and LBFGS fails.
 
     PyTorch puts its hooks around a class when the first of its objects is made; a class that has come from another
     process has none, or those of the other process. ``without_compiler``: see `step_without_compiler`.

@@ -22,7 +22,7 @@ from torchstrat.core._torch_private import is_compiler_at_work
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.optimizers import is_listed, take_over_steps
+from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
 from torchstrat.core.reachable import Reached, Start, address_of, has_address
 
 _REMEMBERED_STEPS = 256
@@ -493,7 +493,7 @@ class VariableRegistry:
         self._helpers.add(helper)
         if (
             isinstance(helper, Optimizer)
-            and not is_listed(type(helper))
+            and kind_of_class(type(helper)).tier is Tier.ALL
             and hasattr(helper, "_optimizer_step_pre_hooks")
         ):
             take_over_steps(type(helper))

@@ -262,7 +262,7 @@ class OptimizerStep:
             value = self._policy.step_with_closure(call, evaluate)
         finally:
             self._is_led = False
-        return with_closure(be_idle(make_inert_stand_in(call.optimizer), value), lambda: value, call.args, call.kwargs)
+        return with_closure(be_idle(make_stand_in(call.optimizer), value), lambda: value, call.args, call.kwargs)
 
     def _evaluate(self, call: StepCall) -> Any:
         """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
@@ -316,20 +316,6 @@ def step_led(call: StepCall, pause: Callable[[], None], evaluate: Callable[[], A
 
     args, kwargs = with_closure(call.optimizer, lead, call.args, call.kwargs)
     return type(call.optimizer).step(*args, **kwargs)
-
-
-def make_inert_stand_in(optimizer: Optimizer) -> Optimizer:
-    """A stand-in for ``step(closure)``: one parameter with a zero gradient in each group, because optimizers that
-    evaluate a closure (LBFGS) concatenate gradients, and stop at once where these are zero."""
-    stand_in = make_stand_in(optimizer)
-    for group in stand_in.param_groups:
-        still = torch.zeros(1)
-        still.grad = torch.zeros(1)
-        group["params"].append(still)
-    for name, value in vars(stand_in).items():
-        if isinstance(value, list) and value == [] and name.startswith("_params"):
-            vars(stand_in)[name] = stand_in.param_groups[0]["params"]
-    return stand_in
 
 
 def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
