@@ -266,12 +266,12 @@ FAULTS = [
     ),
     PlantedFault(
         "memory that a step gives to a parameter is not kept",
-        lambda: mock.patch.object(live_optimizer, "keep_values"),
+        lambda: mock.patch.object(live_optimizer, "keep_elements"),
         _fakes("Rebinding", "dense"),
     ),
     PlantedFault(
         "memory that a step gives to a shard is not kept",
-        lambda: mock.patch.object(optimizer_step, "keep_values"),
+        lambda: mock.patch.object(optimizer_step, "keep_elements"),
         _fakes("Rebinding", "dense, named elementwise"),
     ),
     PlantedFault(

@@ -33,8 +33,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import step_without_compiler
+from torchstrat.core._torch_private import step_without_compiler, tensors_in_storage
+from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.ftrl import Ftrl
+from torchstrat.core.reachable import Start, address_of, has_address
 
 
 class Tier(enum.Enum):
@@ -169,6 +171,57 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
                 seen.add(id(member))
                 yield member
                 yield from _wrapped_by(member, seen)
+
+
+def keep_elements(
+    stood: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Iterable[Any], holders: int | None = None
+) -> None:
+    """After a step in which each parameter stood for its memory, that memory has the parameter's elements.
+
+    A step may have put others in their place (``p.data = state["slow"]``), those of another parameter, perhaps. What
+    can be reached from ``kept`` of the old ones gets memory of its own: it would change with the parameter.
+
+    Args:
+        stood: A parameter and its memory.
+        kept: See `kept_by`.
+        holders: How many tensors show such a memory if nobody else does, the parameter included; None: not counted.
+
+    Raises `UnsupportedError`, before any memory is changed, where more do.
+    """
+    replaced = [
+        (parameter, memory, parameter.detach().clone())
+        for parameter, memory in stood
+        if parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
+    ]
+    if not replaced:
+        return
+    for parameter, memory, _ in replaced:
+        parameter.data = memory
+    parameters = {id(parameter) for parameter, _, _ in replaced}
+    addresses = {address_of(memory) for _, memory, _ in replaced}
+    reached = Start(None, kept).walk()
+    for tensor in (*reached.plain, *reached.tensors):
+        if id(tensor) not in parameters and has_address(tensor) and address_of(tensor) in addresses:
+            tensor.data = tensor.detach().clone()
+    for _, memory, elements in replaced:
+        if holders is not None and tensors_in_storage(memory) > holders:
+            raise UnsupportedError(
+                f"a step has put another tensor in the place of the elements of a parameter of shape "
+                f"{tuple(elements.shape)}, and something other than its optimizer keeps the old elements, which would "
+                "change with the parameter here. Keep a clone of them, or exchange values in place (p.copy_(...))."
+            )
+    with torch.no_grad():
+        for _, memory, elements in replaced:
+            memory.copy_(elements)
+
+
+def kept_by(optimizer: Optimizer) -> list[Any]:
+    """Where an optimizer, and those that it wraps, keep what they know of parameters."""
+    found: list[Any] = []
+    for one in (optimizer, *wrapped_by(optimizer)):
+        found += [value for name, value in vars(one).items() if name not in ("param_groups", "state")]
+        found += one.state.values()
+    return found
 
 
 def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) -> None:

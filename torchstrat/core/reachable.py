@@ -85,14 +85,14 @@ class Reached:
 
 
 class Start:
-    """Where the walk from a step function begins: what it names, and its arguments.
+    """Where the walk from a step function begins: what it names, and its arguments. Without one: these objects alone.
 
     Two equal starts mean an equal walk where ``is_closed``. Elsewhere the step reaches containers or objects of the
     user's own, whose contents may have changed. What the program's own functions name belongs to the start of a step
     that names them.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
+    def __init__(self, fn: Callable[..., Any] | None, arguments: Iterable[Any]) -> None:
         self._objects = [one for one in (*_from_callable(fn), *arguments) if not _is_atom(type(one))]
         self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
         self.is_closed = True

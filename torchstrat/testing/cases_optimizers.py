@@ -93,6 +93,33 @@ def weights_moved_by_optimizer() -> Training:
     )
 
 
+class _Exchanging(torch.optim.Optimizer):
+    """Every other step exchanges the elements of a parameter with those of its state, by reference; and the elements of
+    parameters of one shape with each other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        of_shape: dict[tuple[int, ...], torch.Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("slow", parameter.detach().clone())
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+                state["slow"].lerp_(parameter, 0.3)
+                if state["steps"] % 2 == 0:
+                    parameter.data, state["slow"] = state["slow"], parameter.data
+                other = of_shape.setdefault(tuple(parameter.shape), parameter)
+                if other is not parameter:
+                    parameter.data, other.data = other.data, parameter.data
+
+
+def elements_exchanged_by_optimizer() -> Training:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), Mlp())
+    optimizer = _Exchanging(model.parameters(), {"lr": 0.1})
+    return Training(plain_step(model, optimizer), {"model": model})
+
+
 class _SharpnessAware(torch.optim.Optimizer):
     """As it is found on the web: an ascent step, a descent step, a copy of the weights in ``state`` in between."""
 
@@ -344,6 +371,7 @@ CASES = (
     *named(
         third_party_optimizer,
         weights_moved_by_optimizer,
+        elements_exchanged_by_optimizer,
         sharpness_aware,
         rate_set_by_hand,
         group_added_later,

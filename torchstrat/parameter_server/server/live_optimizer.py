@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import step_without_compiler
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core.optimizers import keep_elements, kept_by
 from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
@@ -127,6 +128,11 @@ class LiveOptimizer:
         finally:
             for _, parameter in self._places():
                 parameter.grad = None
+        stood = []
+        for place, parameter in self._places():
+            check_is_alike(shards.tensor(keys[place]), parameter, self.name, shards.name(keys[place]))
+            stood.append((parameter, shards.tensor(keys[place])))
+        keep_elements(stood, kept_by(self._optimizer))
         for place, parameter in self._places():
             self._keep(place, parameter, keys[place], number, shards)
 
@@ -167,22 +173,19 @@ class LiveOptimizer:
     def _keep(
         self, place: tuple[int, int], parameter: torch.Tensor, key: ShardKey, number: int, shards: HeldShards
     ) -> None:
-        keep_values(shards.tensor(key), parameter, self.name, shards.name(key))
         state = self._optimizer.state.get(parameter)
         if state:
             shards.put_state(key, number, state)
             self._stepped.add(place)
 
 
-def keep_values(shard: torch.Tensor, parameter: torch.Tensor, name: str, where: str) -> None:
-    """``parameter`` stood for ``shard`` in a step. It may have been given other memory since: ``p.data = …``."""
+def check_is_alike(shard: torch.Tensor, parameter: torch.Tensor, name: str, where: str) -> None:
+    """Raise `TorchstratError` where a step has made something else of the parameter that stood for ``shard``."""
     if parameter.shape != shard.shape or parameter.dtype != shard.dtype:
         raise TorchstratError(
             f"a step of {name} has made {parameter.dtype} of shape {tuple(parameter.shape)} of {where}, which is "
             f"{shard.dtype} of shape {tuple(shard.shape)}. Variables on parameter servers keep both."
         )
-    if parameter.data_ptr() != shard.data_ptr() or parameter.stride() != shard.stride():
-        shard.copy_(parameter.detach())
 
 
 def _gradients_of(step: OptimizerStep, shards: HeldShards) -> dict[ShardKey, torch.Tensor]:

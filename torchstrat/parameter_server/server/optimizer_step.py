@@ -25,7 +25,7 @@ import torch
 from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.host_memory import check_fits
-from torchstrat.core.optimizers import Gradients, Tier, is_listed
+from torchstrat.core.optimizers import Gradients, Tier, is_listed, keep_elements
 from torchstrat.parameter_server.messages import (
     Accumulation,
     NewOptimizer,
@@ -34,7 +34,7 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     StateOfShard,
 )
-from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, StepsHaveSet, keep_values
+from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, StepsHaveSet, check_is_alike
 from torchstrat.parameter_server.server.shard_optimizer import (
     Options,
     RowState,
@@ -405,7 +405,9 @@ class HeldOptimizer:
     def _keep(self, part: _Part, state: StateOfShard, step: OptimizerStep, shards: HeldShards) -> None:
         if part.ids is None:
             if not is_listed(self.cls):
-                keep_values(shards.tensor(part.key), part.parameter, self.name, shards.name(part.key))
+                shard = shards.tensor(part.key)
+                check_is_alike(shard, part.parameter, self.name, shards.name(part.key))
+                keep_elements([(part.parameter, shard)], [state])
             shards.put_state(part.key, self.number, state)
             return
         table, learned = shards.changing(part.key, part.ids), shards.row_state(part.key, self.number) or {}

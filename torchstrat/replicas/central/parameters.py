@@ -14,13 +14,15 @@ being overwritten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import tensors_in_storage
+from torchstrat.core.optimizers import keep_elements, kept_by
 from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
@@ -271,17 +273,26 @@ class CentralParameters:
         left, self._left = self._left, {}
         return {name for name, tensor in named if id(tensor) in left and left[id(tensor)]() is tensor}
 
-    def move_to(self, tensors: Iterable[torch.Tensor], *, written: bool) -> None:
-        """Let these mean what all ranks see, for a step by this rank alone, or (not ``written``) what it is shown."""
+    # -- a step of one rank alone -----------------------------------------------------------------------------------
+
+    def lead(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let these mean what all ranks see, for a step by this rank alone."""
+        for tensor, place in self._in_places(tensors):
+            tensor.data = place.written
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """All mean again what this rank is shown, after a step of ``optimizer`` by this rank alone."""
+        places = [*self._in_places(self.moved_in())]
+        led = [(tensor, place.written) for tensor, place in places if tensor.data_ptr() != place.shown.data_ptr()]
+        keep_elements(led, kept_by(optimizer), holders=2)  # the parameter, and the place's own
+        for tensor, place in places:
+            tensor.data = place.shown
+
+    def _in_places(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Place]]:
         for tensor in tensors:
             home = self._homes.get(id(tensor))
-            if home is None or home.reference() is not tensor:
-                continue
-            place = home.place
-            if not written and tensor.data_ptr() not in (place.written.data_ptr(), place.shown.data_ptr()):
-                with torch.no_grad():  # an optimizer that puts new tensors in the place of the old ones
-                    place.written.copy_(tensor)
-            tensor.data = place.written if written else place.shown
+            if home is not None and home.reference() is tensor:
+                yield tensor, home.place
 
     def stepped(self, tensors: Iterable[torch.Tensor]) -> None:
         """Somebody has written to these. Backward has to notice where it needs what was there before."""

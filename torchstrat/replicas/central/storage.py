@@ -214,7 +214,7 @@ class CentralStorage:
         """The ``id`` of the weights that are known to be tables whose rows a lookup scales."""
         self.wrapped: Callable[[], Container[int]] = tuple
         """The ``id`` of the optimizers that others wrap."""
-        self._is_leading = False
+        self._leading: Optimizer | None = None
 
     @staticmethod
     def of(world: Communicator, copies: DeviceCopies | None = None) -> CentralStorage | None:
@@ -474,15 +474,16 @@ class CentralStorage:
 
     # -- a step of the first rank alone -----------------------------------------------------------------------------
 
-    def lead(self, tensors: Iterable[torch.Tensor]) -> None:
+    def lead(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """For the rank that steps all at once: these parameters mean what all ranks see, until `follow`."""
-        self._is_leading = True
-        self.parameters.move_to(tensors, written=True)
+        self._leading = optimizer
+        self.parameters.lead(tensors)
 
     def follow(self) -> None:
-        if self._is_leading:
-            self.parameters.move_to(self.parameters.moved_in(), written=False)
-            self._is_leading = False
+        """Raises `UnsupportedError` where a step has replaced elements that somebody still holds."""
+        leading, self._leading = self._leading, None
+        if leading is not None:
+            self.parameters.follow(leading)
 
     # -- runs that some ranks sit out -------------------------------------------------------------------------------
 

@@ -159,9 +159,10 @@ def _bytes(mapping: mmap.mmap, start: int, stop: int) -> torch.Tensor:
 def _view(mapping: mmap.mmap, kind: Kind, offset: int) -> torch.Tensor:
     if not kind.bytes:
         return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
-    # Each its own storage: a saved tensor must not take the whole segment along.
-    flat = torch.frombuffer(mapping, dtype=torch.uint8, count=kind.bytes, offset=offset).view(kind.dtype)
-    return flat.as_strided(kind.shape, kind.stride)
+    # Each its own storage: a saved tensor must not take the whole segment along. And no view of another tensor, which
+    # would be one more in that storage: who else holds what is there is told by their number.
+    storage = torch.frombuffer(mapping, dtype=torch.uint8, count=kind.bytes, offset=offset).untyped_storage()
+    return torch.empty(0, dtype=kind.dtype).set_(storage, 0, kind.shape, kind.stride)
 
 
 def _rounded(size: int) -> int:
