@@ -48,9 +48,11 @@ def variables_on(cluster: FakeCluster) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
+    """Collecting each time: a result is told before the thread that tells it lets go of the function."""
     end = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < end
+        gc.collect()
         time.sleep(0.005)
 
 
