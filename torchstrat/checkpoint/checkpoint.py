@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,8 +222,8 @@ class Checkpoint:
         return f"<Checkpoint of {', '.join(self._objects)}>"
 
 
-def _absolute(path: str | os.PathLike[str]) -> Folder:
-    target = Folder(os.path.abspath(path))
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    target = Path(os.path.abspath(path))
     if not os.fspath(path) or not target.name:
         raise InvalidArgumentError(f"a checkpoint needs the path of a folder of its own; got {os.fspath(path)!r}.")
     return target
@@ -246,7 +246,7 @@ def _tensors(objects: Any) -> Iterator[Any]:
 
 
 def _restore(
-    target: Folder,
+    target: Path,
     objects: dict[str, Any],
     items: list[Item],
     servers: ServerCheckpoint | None,

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path as File
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torchstrat.checkpoint.optimizer_item import OTHER_STATE
 from torchstrat.checkpoint.pieces import (
     OWN,
     STRUCTURE,
-    Path,
+    KeyPath,
     Piece,
     Structure,
     is_block,
@@ -46,7 +46,7 @@ _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".safetensors": "safetensor
 class _Slot:
     """A tensor of the checkpoint, where it goes in the file."""
 
-    path: Path
+    path: KeyPath
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -58,7 +58,7 @@ class _Held(_Slot):
     value: torch.Tensor
 
 
-def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str | None = None) -> File:  # noqa: A002  # as numpy and pandas call it
+def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str | None = None) -> Path:  # noqa: A002  # as numpy and pandas call it
     """Write the checkpoint at ``path`` as one plain ``state_dict`` file, to be read without torchstrat::
 
         ts.consolidate("checkpoints/step-00001000", "model.pt")
@@ -87,9 +87,9 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
     from torchstrat.checkpoint.plain import PlainFile
     from torchstrat.checkpoint.stored import open_checkpoint
 
-    target = File(os.path.abspath(out))
+    target = Path(os.path.abspath(out))
     kind = _format_of(target, format)
-    stored = open_checkpoint(File(os.path.abspath(path)))
+    stored = open_checkpoint(Path(os.path.abspath(path)))
     if isinstance(stored, PlainFile):
         raise InvalidArgumentError(f"{path} is a plain file already; consolidate takes the folder of a checkpoint.")
     if target.is_dir():
@@ -108,7 +108,7 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
     return target
 
 
-def _format_of(target: File, given: str | None) -> str:
+def _format_of(target: Path, given: str | None) -> str:
     known = sorted(set(_FORMATS.values()))
     if given is not None:
         if given not in known:
@@ -122,7 +122,7 @@ def _format_of(target: File, given: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _appears_whole(target: File) -> Iterator[File]:
+def _appears_whole(target: Path) -> Iterator[Path]:
     unfinished = target.with_name(f".{target.name}.writing-{uuid.uuid4().hex}")
     try:
         yield unfinished
@@ -144,7 +144,7 @@ def _tree_of(stored: Stored) -> dict[str, Any]:
 
 
 def _structure_of(stored: Stored, name: str) -> Structure | None:
-    path: Path = (OWN, STRUCTURE, name)
+    path: KeyPath = (OWN, STRUCTURE, name)
     [found] = stored.read([(Piece(path, ()), None)]) if key_of(path) in stored.paths else [None]
     return found
 
@@ -166,14 +166,14 @@ def _object_of(stored: Stored, name: str) -> Any:
     return unflatten(leaves, depth=1)
 
 
-def _slot(stored: Stored, key: str, path: Path) -> _Slot:
+def _slot(stored: Stored, key: str, path: KeyPath) -> _Slot:
     shape, dtype = stored.shape(key), stored.dtype(key)
     assert shape is not None
     assert dtype is not None
     return _Slot(path, shape, dtype)
 
 
-def _optimizer_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+def _optimizer_of(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
     """As ``optimizer.state_dict()`` has it: parameters have numbers, in the order of their groups."""
     groups: dict[int, dict[str, Any]] = {}
     for path, value in leaves.items():
@@ -221,7 +221,7 @@ _BASES: Mapping[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__
 """What numpy's numbers and the members of some enumerations are besides, and how they become nothing else."""
 
 
-def _plain_only(tree: Any, path: Path) -> Any:
+def _plain_only(tree: Any, path: KeyPath) -> Any:
     """Without what ``weights_only=True`` would refuse: it would refuse the whole file. Tensors are slots then."""
     if isinstance(tree, Mapping):
         return _plain_mapping(tree, path)
@@ -237,7 +237,7 @@ def _plain_only(tree: Any, path: Path) -> Any:
     return _LEFT_OUT
 
 
-def _plain_mapping(tree: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
+def _plain_mapping(tree: Mapping[Any, Any], path: KeyPath) -> dict[Any, Any]:
     found = {}
     for key, one in tree.items():
         if not _is_plain(key):
@@ -261,7 +261,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _with_slots(tree: Any, path: Path) -> Any:
+def _with_slots(tree: Any, path: KeyPath) -> Any:
     """Tensors within other values, as slots: what stands for tensors in the file has no numbers before it is filled."""
     if is_block(tree) and type(tree) is torch.Tensor and not tree.requires_grad:
         return _Held(path, tuple(tree.shape), tree.dtype, tree)
@@ -290,7 +290,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _write_pt(file: File, stored: Stored, tree: Any, versions: Mapping[str, Versions]) -> None:
+def _write_pt(file: Path, stored: Stored, tree: Any, versions: Mapping[str, Versions]) -> None:
     """First the file with holes where the numbers go, then these, through a mapping of it. The tensors that stand for
     them have addresses and no memory: nobody writes to theirs."""
 
@@ -348,7 +348,7 @@ def _fill(stored: Stored, tree: Any, mapped: Any) -> None:
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(file: File, stored: Stored, tree: Mapping[str, Any], versions: Mapping[str, Versions]) -> None:
+def _write_safetensors(file: Path, stored: Stored, tree: Mapping[str, Any], versions: Mapping[str, Versions]) -> None:
     from torchstrat.checkpoint import safetensors_file
 
     described = {}

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path as File
+from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
@@ -25,7 +25,7 @@ from torch.serialization import skip_data
 
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.manifest import Entry, FileCheck
-from torchstrat.checkpoint.pieces import Path, Piece, key_of
+from torchstrat.checkpoint.pieces import KeyPath, Piece, key_of
 
 STEP_BYTES = 2 << 20
 """About so much of a block is in memory at a time, beside what it is taken from."""
@@ -53,7 +53,7 @@ class BlockSource(Protocol):
 class EntryFile:
     """A new file, to which entries are written one after another. Raises `OSError`, naming the file and the entry."""
 
-    def __init__(self, path: File) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = NewFile(path)
         self._entries: list[Entry] = []
         self._what = ""
@@ -94,7 +94,7 @@ class EntryFile:
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._entries)
 
-    def add_value(self, path: Path, value: Any) -> None:
+    def add_value(self, path: KeyPath, value: Any) -> None:
         """Write anything else, pickled."""
         packed = io.BytesIO()
         torch.save(value, packed)
@@ -130,7 +130,7 @@ class EntryFile:
             what = f"{error.strerror}, while writing {self._what}"
             raise OSError(error.errno, what, os.fspath(self._file.path)) from error
 
-    def _end(self, path: Path, start: int, **block: Any) -> None:
+    def _end(self, path: KeyPath, start: int, **block: Any) -> None:
         self._entries.append(Entry(path, self._file.bytes - self._offset, start, self._crc, **block))
 
 

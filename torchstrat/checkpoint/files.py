@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.entries import BlockSource, EntryFile
 from torchstrat.checkpoint.manifest import Entry, FileCheck, check_of
-from torchstrat.checkpoint.pieces import Path, Piece, key_of
+from torchstrat.checkpoint.pieces import KeyPath, Piece, key_of
 from torchstrat.checkpoint.reading import INDEX, Stored, read
 from torchstrat.core.errors import InvalidArgumentError
 
@@ -39,10 +39,10 @@ class WrittenPart:
 
 
 def write_part(
-    folder: Folder,
+    folder: Path,
     number: int,
     tensors: Sequence[tuple[Piece, torch.Tensor | BlockSource]],
-    values: Sequence[tuple[Path, Any]] = (),
+    values: Sequence[tuple[KeyPath, Any]] = (),
 ) -> WrittenPart:
     """Write a file, which no other part of the checkpoint has the ``number`` of, into ``folder``, which is there.
 
@@ -106,7 +106,7 @@ def _blocks(source: BlockSource) -> Iterator[tuple[int, int]]:
         yield first, min(first + rows, shape[0])
 
 
-def write_metadata(folder: Folder, parts: Sequence[WrittenPart]) -> FileCheck:
+def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> FileCheck:
     """Write what torch.distributed.checkpoint needs to read all of ``parts``, as the file `INDEX`.
 
     Raises `InvalidArgumentError` where the parts together do not make whole tensors; `OSError`.

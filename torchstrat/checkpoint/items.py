@@ -26,7 +26,7 @@ from torchstrat.checkpoint.module_state import (
 from torchstrat.checkpoint.pieces import (
     OWN,
     STRUCTURE,
-    Path,
+    KeyPath,
     Piece,
     flatten,
     is_block,
@@ -86,8 +86,8 @@ class Writes:
     """What an item has in this process to be written."""
 
     tensors: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
-    values: list[tuple[Path, Any]] = field(default_factory=list)
-    replicated: frozenset[Path] = frozenset()
+    values: list[tuple[KeyPath, Any]] = field(default_factory=list)
+    replicated: frozenset[KeyPath] = frozenset()
     """Tensors that are equal on all processes that hold them, so that any of these may write them."""
 
 
@@ -98,7 +98,7 @@ class Reads:
     wants: list[Want] = field(default_factory=list)
     put: Callable[[Sequence[Any]], None] = lambda values: None
     slots: list[RemoteSlot] = field(default_factory=list)
-    states: list[tuple[RemoteState, tuple[Path, ...]]] = field(default_factory=list)
+    states: list[tuple[RemoteState, tuple[KeyPath, ...]]] = field(default_factory=list)
     """With the paths of the entries that the checkpoint has, which replace all that there are."""
     problems: Callable[[Sequence[Any]], dict[str, str]] = lambda values: {}
     """What does not fit of the values that were read, by name: what could not be seen before. Changes nothing, and
@@ -160,7 +160,7 @@ class TensorsItem:
         self.name = name
         self._value = value
         self._servers = servers
-        self._values: dict[Path, Any] = {}
+        self._values: dict[KeyPath, Any] = {}
         self._versions: Versions | None = None
         self.parts: list[_Part] = []
         if isinstance(value, ShardedVariable):
@@ -195,7 +195,7 @@ class TensorsItem:
             else:
                 self._values[self.name, key] = value
 
-    def _add_shards(self, path: Path, sharded: ShardedVariable) -> None:
+    def _add_shards(self, path: KeyPath, sharded: ShardedVariable) -> None:
         for shard, (start, _) in zip(sharded.variables, sharded.row_spans, strict=True):
             self.parts.append(_Part(Piece(path, tuple(sharded.shape), start), shard))
 
@@ -258,7 +258,7 @@ class TensorsItem:
             if part.piece.key not in stored.paths and id(part.holder) in there
         }
 
-    def _expect_value(self, stored: Stored, path: Path, comparison: Comparison) -> bool:
+    def _expect_value(self, stored: Stored, path: KeyPath, comparison: Comparison) -> bool:
         piece = Piece(path, ())
         if is_extra_state(str(path[-1])) and piece.key in stored.paths:
             return True
@@ -273,7 +273,7 @@ class TensorsItem:
             return assumed(self._value, self._versions, stored.folder)
         return None
 
-    def _compared(self, paths: Sequence[Path], values: Sequence[Any]) -> dict[str, str]:
+    def _compared(self, paths: Sequence[KeyPath], values: Sequence[Any]) -> dict[str, str]:
         """Of tensors that are no blocks, whose shapes are known once they are read."""
         problems = {}
         for path, value in zip(paths, values, strict=True):
@@ -286,7 +286,7 @@ class TensorsItem:
         self,
         parts: Sequence[_Part],
         missing: Mapping[_Part, _Part],
-        others: Sequence[Path],
+        others: Sequence[KeyPath],
         values: Sequence[Any],
         versions: Versions | None,
     ) -> None:
@@ -389,7 +389,7 @@ class StatefulItem:
         if not paths:
             comparison.missing(self.name)
             return Reads()
-        about: Path = (OWN, STRUCTURE, self.name)
+        about: KeyPath = (OWN, STRUCTURE, self.name)
         there = [about] if key_of(about) in stored.paths else []
         wants: list[Want] = [(Piece(path, ()), None) for path in (*paths, *there)]
 

@@ -34,13 +34,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from torchstrat.checkpoint.disk import NewFile, sync_folder
-from torchstrat.checkpoint.pieces import Path
+from torchstrat.checkpoint.pieces import KeyPath
 from torchstrat.core.errors import InvalidArgumentError
 
 __all__ = [
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
     scalar is one block of one row. Of another value, ``shape`` is None.
     """
 
-    path: Path
+    path: KeyPath
     bytes: int
     start: int
     crc32: int
@@ -99,7 +99,7 @@ def check_of(content: bytes) -> FileCheck:
     return FileCheck(len(content), zlib.crc32(content))
 
 
-def checked(file: File) -> FileCheck:
+def checked(file: Path) -> FileCheck:
     """Of the file as it is now, all of it under one checksum. Raises `OSError`."""
     crc = size = 0
     with file.open("rb") as stream:
@@ -108,7 +108,7 @@ def checked(file: File) -> FileCheck:
     return FileCheck(size, crc)
 
 
-def check_file(file: File, expected: FileCheck) -> None:
+def check_file(file: Path, expected: FileCheck) -> None:
     """Read all of a file; raise `InvalidArgumentError` where it is not what was written."""
     try:
         size = file.stat().st_size
@@ -129,11 +129,11 @@ def check_file(file: File, expected: FileCheck) -> None:
 _NEEDED = "; a copy of it, or an earlier checkpoint, is needed."
 
 
-def size_differs(file: File, size: int, expected: FileCheck) -> str:
+def size_differs(file: Path, size: int, expected: FileCheck) -> str:
     return f"{file} is damaged: it has {size:,} bytes, and {expected.bytes:,} were written{_NEEDED}"
 
 
-def contents_differ(file: File, found: int, expected: int, what: str = "") -> str:
+def contents_differ(file: Path, found: int, expected: int, what: str = "") -> str:
     sums = f"(CRC-32 {found:08x}, not {expected:08x})"
     return f"{file} is damaged: its contents are not what was written{what} {sums}{_NEEDED}"
 
@@ -146,7 +146,7 @@ def _sections(expected: FileCheck) -> Iterator[tuple[int, int]]:
         yield from ((entry.bytes, entry.crc32) for entry in expected.entries)
 
 
-def write_manifest(folder: File, files: Mapping[str, FileCheck], written_by: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, files: Mapping[str, FileCheck], written_by: Mapping[str, Any]) -> None:
     """``written_by``: plain data about the job, for people and for later. Raises `OSError`."""
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -162,7 +162,7 @@ def write_manifest(folder: File, files: Mapping[str, FileCheck], written_by: Map
         stream.sync()
 
 
-def read_manifest(folder: File) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, Any] | None:
     """None where there is none. Raises `InvalidArgumentError` for one that is damaged, or of a later format."""
     file = folder / NAME
     try:

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from torchstrat.checkpoint.pieces import OWN, VERSIONS, Path
+from torchstrat.checkpoint.pieces import OWN, VERSIONS, KeyPath
 from torchstrat.checkpoint.selection import is_under
 from torchstrat.core import _torch_private
 
 Versions = Mapping[str, Mapping[str, Any]]
 
 
-def versions_path(name: str) -> Path:
+def versions_path(name: str) -> KeyPath:
     return (OWN, VERSIONS, name)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
-from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block, key_of
+from torchstrat.checkpoint.pieces import KeyPath, Piece, goes_by_rows, is_block, key_of
 from torchstrat.core import _torch_private
 from torchstrat.core.optimizers import is_listed, kind_of
 
@@ -58,7 +58,7 @@ class OptimizerItem:
         packed: dict[str, Any] = {}
         if self._number is None:
             packed = self._optimizer.state_dict()
-            whole: set[Path] = set()
+            whole: set[KeyPath] = set()
             for number, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
                 self._write_state(packed["state"].get(number), parameter, piece, writes, whole)
         elif _torch_private.saves_more(self._optimizer):  # else nothing of it has to come from the servers
@@ -75,7 +75,9 @@ class OptimizerItem:
         writes.replicated = frozenset(piece.path for piece, _ in writes.tensors)
         return writes
 
-    def _write_state(self, state: Any, parameter: torch.Tensor, piece: Piece, writes: Writes, whole: set[Path]) -> None:
+    def _write_state(
+        self, state: Any, parameter: torch.Tensor, piece: Piece, writes: Writes, whole: set[KeyPath]
+    ) -> None:
         """``whole``: entries, not cut with the parameter, that another shard of it has written already."""
         shape = tuple(parameter.shape)
         if state is None and shape != piece.shape and self._others_have_state(piece):
@@ -125,8 +127,8 @@ class OptimizerItem:
         if not there and comparison.takes(self.name):
             comparison.missing(self.name)
             return Reads()
-        state_paths: list[Path] = []
-        other_paths: list[Path] = []
+        state_paths: list[KeyPath] = []
+        other_paths: list[KeyPath] = []
         for key, path in there.items():
             if not comparison.takes(self._unit(path)):
                 continue
@@ -159,7 +161,7 @@ class OptimizerItem:
             return Reads()
         return Reads(wants, lambda values: self._put(other_paths, places, values, replaced))
 
-    def _unit(self, path: Path) -> str:
+    def _unit(self, path: KeyPath) -> str:
         """The name of what a value is a part of, that can be restored by itself."""
         if path[1] == "state" and len(path) == 4:
             return Piece(path[:3], ()).key
@@ -168,15 +170,15 @@ class OptimizerItem:
         return f"{self.name}.state" if path[1] == OTHER_STATE else self.name
 
     def _by_name(
-        self, stored: Stored, paths: Sequence[Path], stepped: Collection[str], comparison: Comparison
-    ) -> dict[str, list[Path]]:
+        self, stored: Stored, paths: Sequence[KeyPath], stepped: Collection[str], comparison: Comparison
+    ) -> dict[str, list[KeyPath]]:
         """The entries of the checkpoint, by the parameters whose state they are to replace: of none where it has none.
 
         The state of other parameters stays: of those that are not asked for, or that it knows nothing of. ``stepped``:
         the parameters that the optimizer had.
         """
         units = {str(piece.path[-1]): piece for piece in self._pieces if comparison.takes(piece.key)}
-        by_name: dict[str, list[Path]] = {name: [] for name in units}
+        by_name: dict[str, list[KeyPath]] = {name: [] for name in units}
         for path in paths:
             if str(path[2]) in by_name:
                 by_name[str(path[2])].append(path)
@@ -218,7 +220,7 @@ class OptimizerItem:
                 comparison.differs(name, f"{where} is {there} in the checkpoint and {here} in the program")
         return fits
 
-    def _fits_state(self, stored: Stored, piece: Piece, paths: Sequence[Path], comparison: Comparison) -> bool:
+    def _fits_state(self, stored: Stored, piece: Piece, paths: Sequence[KeyPath], comparison: Comparison) -> bool:
         may_be_a_mean = not kind_of(self._optimizer).may_cut_rows  # over all rows, as one of Adafactor's is
         fits, own = True, self._keys[piece.path]
         for path in paths:
@@ -235,7 +237,7 @@ class OptimizerItem:
             comparison.differs(piece.key, problem)
         return fits
 
-    def _put_options(self, paths: Sequence[Path], values: Sequence[Any]) -> None:
+    def _put_options(self, paths: Sequence[KeyPath], values: Sequence[Any]) -> None:
         groups = self._optimizer.param_groups
         has_groups = any(path[1] == "param_groups" for path in paths)
         if has_groups and not is_listed(type(self._optimizer)):
@@ -257,7 +259,7 @@ class OptimizerItem:
             self._servers.push_options(self._optimizer)
 
     def _put(
-        self, paths: Sequence[Path], places: Sequence[tuple[int, str]], values: Sequence[Any], replaced: set[int]
+        self, paths: Sequence[KeyPath], places: Sequence[tuple[int, str]], values: Sequence[Any], replaced: set[int]
     ) -> None:
         """``replaced``: the numbers of the parameters whose state is to be that of ``places``."""
         packed = self._optimizer.state_dict()
@@ -276,7 +278,7 @@ class OptimizerItem:
         self._optimizer.load_state_dict(packed)
 
 
-def want_of_entry(stored: Stored, path: Path, piece: Piece, rows: int | None) -> Want:
+def want_of_entry(stored: Stored, path: KeyPath, piece: Piece, rows: int | None) -> Want:
     """An entry of the state of ``piece``, which has that many ``rows``: its part of what goes by rows, else all."""
     shape = stored.shape(Piece(path, ()).key)
     if shape and piece.shape and (shape == piece.shape or (piece.shape[0] > 1 and shape[0] == piece.shape[0])):
@@ -286,7 +288,7 @@ def want_of_entry(stored: Stored, path: Path, piece: Piece, rows: int | None) ->
 
 def _named(
     name: str, parameters: Sequence[torch.Tensor], tensors: Sequence[TensorsItem]
-) -> tuple[list[Piece], dict[Path, str]]:
+) -> tuple[list[Piece], dict[KeyPath, str]]:
     """Where the state of each parameter is; and, by these paths, the names of the parameters themselves."""
     found: dict[int, tuple[str, str, Piece]] = {}
     for item in tensors:

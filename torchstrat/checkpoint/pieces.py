@@ -16,12 +16,12 @@ OWN = "torchstrat"
 VERSIONS, STRUCTURE = "versions", "structure"
 """Under `OWN`: of modules, what their versions are; of other objects, how their ``state_dict()`` is nested."""
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Where a value is in the checkpoint's nest: ``("model", "embedding.weight")``,
 ``("optimizer", "state", "embedding.weight", "exp_avg")``, ``("optimizer", "param_groups", 0, "lr")``."""
 
 
-def key_of(path: Path) -> str:
+def key_of(path: KeyPath) -> str:
     """The flat name under which torch.distributed.checkpoint files it."""
     return ".".join(map(str, path))
 
@@ -33,7 +33,7 @@ class Piece:
     How many rows is said by the tensor it is the piece of. A scalar is a piece of itself.
     """
 
-    path: Path
+    path: KeyPath
     shape: tuple[int, ...]
     start: int = 0
 
@@ -73,7 +73,7 @@ def shape_goes_by_rows(entry: tuple[int, ...], rows: int, shape: tuple[int, ...]
     return bool(shape and entry) and (entry == shape or (rows > 1 and entry[0] == rows))
 
 
-def flatten(path: Path, value: Any) -> dict[Path, Any]:
+def flatten(path: KeyPath, value: Any) -> dict[KeyPath, Any]:
     """A ``state_dict`` as its leaves. Dictionaries with string keys are opened; everything else is a leaf as it is, so
     that it comes back as what it was."""
     if not _is_opened(value):
@@ -85,7 +85,7 @@ def _is_opened(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
 
 
-def is_of_job(path: Path) -> bool:
+def is_of_job(path: KeyPath) -> bool:
     """Whether it is the job's own, rather than what objects have beside their values."""
     return path[0] == OWN and path[1] not in (VERSIONS, STRUCTURE)
 
@@ -131,7 +131,7 @@ def restructured(structure: Structure | None, value: Any) -> Any:
     return whole
 
 
-def unflatten(leaves: Mapping[Path, Any], depth: int) -> Any:
+def unflatten(leaves: Mapping[KeyPath, Any], depth: int) -> Any:
     """The reverse of `flatten`; the first ``depth`` entries of all paths are left out."""
     root: dict[Any, Any] = {}
     for path, value in leaves.items():

@@ -16,7 +16,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from torchstrat.checkpoint.items import Item, TensorsItem
 from torchstrat.checkpoint.module_state import Versions, versions_of, versions_path
 from torchstrat.checkpoint.optimizer_item import OTHER_STATE, OptimizerItem
-from torchstrat.checkpoint.pieces import OWN, STRUCTURE, Path, Piece, flatten, is_block, key_of, structure_of
+from torchstrat.checkpoint.pieces import OWN, STRUCTURE, KeyPath, Piece, flatten, is_block, key_of, structure_of
 from torchstrat.checkpoint.safetensors_file import mapped, versions_in
 from torchstrat.core.errors import InvalidArgumentError
 
@@ -36,7 +36,7 @@ class _Entry:
     """``place``: where in the file it is, for those who open it without knowing the objects; None: nowhere."""
 
     value: Any
-    place: Path | None = None
+    place: KeyPath | None = None
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -47,12 +47,12 @@ class _Entry:
 class PlainFile:
     """A file that is there to be read; does what `reading.Stored` says. ``top``: what is in it, as it is."""
 
-    folder: File
-    entries: Mapping[Path, _Entry]
+    folder: Path
+    entries: Mapping[KeyPath, _Entry]
     top: Any = field(repr=False)
     versions: Mapping[str, Versions] = field(default_factory=dict, repr=False)
     """Of modules by the names of objects, where ``top`` does not have them."""
-    paths: Mapping[str, Path] = field(init=False)
+    paths: Mapping[str, KeyPath] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", {key_of(path): path for path in self.entries})
@@ -68,7 +68,7 @@ class PlainFile:
         tensor = self._entry(key).tensor
         return None if tensor is None else tensor.dtype
 
-    def under(self, name: str) -> dict[str, Path]:
+    def under(self, name: str) -> dict[str, KeyPath]:
         return {key: path for key, path in self.paths.items() if path[0] == name}
 
     def place_of(self, piece: Piece) -> Piece:
@@ -97,7 +97,7 @@ class PlainFile:
         return PlainFile(self.folder, dict(_Layout(self, items).entries()), self.top)
 
 
-def open_plain(file: File) -> PlainFile:
+def open_plain(file: Path) -> PlainFile:
     """Raises `InvalidArgumentError` for a file that is no ``state_dict``, or damaged."""
     versions: Mapping[str, Versions] = {}
     if file.suffix == SAFETENSORS:
@@ -112,7 +112,7 @@ def open_plain(file: File) -> PlainFile:
     return PlainFile(file, {path: _Entry(value, path) for path, value in _leaves((), top)}, top, versions)
 
 
-def _load(file: File) -> Any:
+def _load(file: Path) -> Any:
     try:
         try:
             return _load_mapped(file, weights_only=True)
@@ -129,14 +129,14 @@ def _load(file: File) -> Any:
         ) from error
 
 
-def _load_mapped(file: File, *, weights_only: bool) -> Any:
+def _load_mapped(file: Path, *, weights_only: bool) -> Any:
     import zipfile
 
     is_mappable = zipfile.is_zipfile(file)  # torch's own format before 1.6 is not
     return torch.load(file, map_location="cpu", mmap=is_mappable, weights_only=weights_only)
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, inner in value.items():
             yield from _leaves((*path, key), inner)
@@ -153,7 +153,7 @@ class _Layout:
         self._versions = file.versions
         self._items = items
 
-    def entries(self) -> Iterator[tuple[Path, _Entry]]:
+    def entries(self) -> Iterator[tuple[KeyPath, _Entry]]:
         modules = [item for item in self._items if isinstance(item, TensorsItem) and item.is_module]
         names = {item.name for item in self._items}
         prefixed = {key for key in self._top if key.partition(".")[0] in names and "." in key}
@@ -187,11 +187,11 @@ class _Layout:
         )
 
     @staticmethod
-    def _of_versions(name: str, versions: Versions | None) -> Iterator[tuple[Path, _Entry]]:
+    def _of_versions(name: str, versions: Versions | None) -> Iterator[tuple[KeyPath, _Entry]]:
         if versions is not None:
             yield versions_path(name), _Entry(versions)
 
-    def _of_object(self, item: Item, value: Any) -> Iterator[tuple[Path, _Entry]]:
+    def _of_object(self, item: Item, value: Any) -> Iterator[tuple[KeyPath, _Entry]]:
         name = item.name
         if isinstance(item, OptimizerItem):
             yield from self._of_optimizer(item, value)
@@ -208,7 +208,7 @@ class _Layout:
             for path, one in flatten((name,), value).items():
                 yield path, _Entry(one)
 
-    def _of_optimizer(self, item: OptimizerItem, packed: Any) -> Iterator[tuple[Path, _Entry]]:
+    def _of_optimizer(self, item: OptimizerItem, packed: Any) -> Iterator[tuple[KeyPath, _Entry]]:
         """``optimizer.state_dict()``, whose parameters have numbers, in the order of the groups."""
         name = item.name
         if not isinstance(packed, Mapping) or not isinstance(packed.get("param_groups"), Sequence):
@@ -236,7 +236,7 @@ class _Layout:
             if key not in ("state", "param_groups"):
                 yield (name, key), _Entry(value)
 
-    def _of_prefix(self, item: Item) -> Iterator[tuple[Path, _Entry]]:
+    def _of_prefix(self, item: Item) -> Iterator[tuple[KeyPath, _Entry]]:
         """Flat names: an optimizer's options are not among them, and stay what they are in the program."""
         name = item.name
         yield from self._of_versions(name, self._versions.get(name))

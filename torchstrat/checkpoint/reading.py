@@ -24,15 +24,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path as File
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 
 from torchstrat.checkpoint.entries import memory_of
 from torchstrat.checkpoint.manifest import Entry, FileCheck, contents_differ, size_differs
-from torchstrat.checkpoint.pieces import Path, Piece, key_of
+from torchstrat.checkpoint.pieces import KeyPath, Piece, key_of
 from torchstrat.core.errors import InvalidArgumentError
 
 _STEP_BYTES = 1 << 20
@@ -117,7 +116,7 @@ class EntryReading:
                 crc, position = self._summed(stream, part, crc, position)
             crc, position = self._summed(stream, memory, crc, position)
         if crc != entry.crc32:
-            raise InvalidArgumentError(contents_differ(File(stream.name), crc, entry.crc32, f", at {self.key}"))
+            raise InvalidArgumentError(contents_differ(Path(stream.name), crc, entry.crc32, f", at {self.key}"))
 
     def _summed(self, stream: BinaryIO, memory: memoryview, crc: int, position: int) -> tuple[int, int]:
         for count in self._parts(stream, memory, position):
@@ -163,11 +162,11 @@ class Stored(Protocol):
     (`plain`)."""
 
     @property
-    def folder(self) -> Folder:
+    def folder(self) -> Path:
         """Where it is; of a plain file that file."""
 
     @property
-    def paths(self) -> Mapping[str, Path]:
+    def paths(self) -> Mapping[str, KeyPath]:
         """What is in it, by key."""
 
     def shape(self, key: str) -> tuple[int, ...] | None:
@@ -175,7 +174,7 @@ class Stored(Protocol):
 
     def dtype(self, key: str) -> torch.dtype | None: ...
 
-    def under(self, name: str) -> dict[str, Path]:
+    def under(self, name: str) -> dict[str, KeyPath]:
         """What belongs to one object of the checkpoint."""
 
     def place_of(self, piece: Piece) -> Piece:
@@ -221,9 +220,9 @@ def prepare(stored: Stored, wanted: Sequence[tuple[Piece, int | None]]) -> Prepa
 class StoredFolder:
     """``files``: what the manifest says of them."""
 
-    folder: Folder
+    folder: Path
     files: Mapping[str, FileCheck]
-    paths: Mapping[str, Path] = field(init=False)
+    paths: Mapping[str, KeyPath] = field(init=False)
     _places: Mapping[str, list[Place]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -243,7 +242,7 @@ class StoredFolder:
         dtype: torch.dtype | None = None if entry.shape is None else getattr(torch, entry.dtype)
         return dtype
 
-    def under(self, name: str) -> dict[str, Path]:
+    def under(self, name: str) -> dict[str, KeyPath]:
         """What belongs to one object of the checkpoint."""
         return {key: path for key, path in self.paths.items() if path[0] == name}
 
@@ -328,7 +327,7 @@ class StoredFolder:
 
 
 @contextlib.contextmanager
-def _errors_of(file: Folder, readings: Sequence[EntryReading]) -> Iterator[None]:
+def _errors_of(file: Path, readings: Sequence[EntryReading]) -> Iterator[None]:
     try:
         yield
     except OSError as error:

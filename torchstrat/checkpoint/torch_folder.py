@@ -19,8 +19,7 @@ import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as File
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchstrat.checkpoint.manifest import FileCheck, check_file
-from torchstrat.checkpoint.pieces import Path, Piece
+from torchstrat.checkpoint.pieces import KeyPath, Piece
 from torchstrat.checkpoint.reading import INDEX
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError
@@ -66,7 +65,7 @@ _CLASSES: Mapping[tuple[str, str], Any] = {
 _KINDS_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def read_metadata(file: File) -> Metadata:
+def read_metadata(file: Path) -> Metadata:
     """Raises `InvalidArgumentError` naming what is in it that is no index's."""
     try:
         with file.open("rb") as stream:
@@ -114,10 +113,10 @@ def _member(of: Any, name: str) -> Any:
 class TorchFolder:
     """``files``: what a manifest says of them, if there is one."""
 
-    folder: Folder
+    folder: Path
     metadata: Metadata
     files: Mapping[str, FileCheck]
-    paths: Mapping[str, Path]
+    paths: Mapping[str, KeyPath]
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Of a tensor; None for another value."""
@@ -128,7 +127,7 @@ class TorchFolder:
         found = self.metadata.state_dict_metadata[key]
         return found.properties.dtype if isinstance(found, TensorStorageMetadata) else None
 
-    def under(self, name: str) -> dict[str, Path]:
+    def under(self, name: str) -> dict[str, KeyPath]:
         """What belongs to one object of the checkpoint."""
         return {key: path for key, path in self.paths.items() if path[0] == name}
 
@@ -178,7 +177,7 @@ class TorchFolder:
             ) from error
 
 
-def open_torch_folder(folder: Folder, files: Mapping[str, FileCheck]) -> TorchFolder:
+def open_torch_folder(folder: Path, files: Mapping[str, FileCheck]) -> TorchFolder:
     """``files``: what a manifest says of them; empty without one. Raises `InvalidArgumentError`."""
     metadata = read_metadata(folder / INDEX)
     try:

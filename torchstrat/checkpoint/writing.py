@@ -17,7 +17,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from torchstrat.checkpoint.folder import written_whole
 from torchstrat.checkpoint.items import RemoteSlot, RemoteState, Writes, make_items
 from torchstrat.checkpoint.job_state import JobState
 from torchstrat.checkpoint.manifest import write_manifest
-from torchstrat.checkpoint.pieces import Path, key_of
+from torchstrat.checkpoint.pieces import KeyPath, key_of
 from torchstrat.checkpoint.processes import Processes
 from torchstrat.checkpoint.stored import INDEX
 from torchstrat.core.errors import InvalidArgumentError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SHARED_BYTES = 1 << 20
 """Smaller tensors are not worth another file: the first that holds them writes them."""
 
-Place = tuple[Path, int]
+Place = tuple[KeyPath, int]
 """What is written once: a path, and the row of the whole tensor at which the piece begins (-1: no tensor)."""
 
 
@@ -112,7 +112,7 @@ def selected(writes: Writes, places: set[Place]) -> Writes:
 
 def refuse_twice(paths: Any) -> None:
     """Raise `InvalidArgumentError` where two paths have one name in the file."""
-    by_key: dict[str, Path] = {}
+    by_key: dict[str, KeyPath] = {}
     for path in paths:
         if by_key.setdefault(key_of(path), path) != path:
             raise InvalidArgumentError(
@@ -194,12 +194,12 @@ def _copy(value: Any) -> Any:
     return torch.load(packed, map_location="cpu", weights_only=False)
 
 
-def write(target: Folder, state: State, processes: Processes) -> None:
+def write(target: Path, state: State, processes: Processes) -> None:
     """Write it; it appears at ``target`` whole. Every process calls it, and it fails on all of them or on none."""
     what = f"saving {target}"
     with contextlib.ExitStack() as stack:
         # Rank 0 makes the folder and puts it in its place; the others write to it in between.
-        folder = Folder(processes.of_first(lambda: str(stack.enter_context(written_whole(target))), what))
+        folder = Path(processes.of_first(lambda: str(stack.enter_context(written_whole(target))), what))
         mine = _share(folder, state.here, processes)
         _add_job(mine, processes.all_values(state.job), processes)
         parts, applied = _write_parts(folder, state, mine, processes, what)
@@ -212,7 +212,7 @@ def write(target: Folder, state: State, processes: Processes) -> None:
         processes.attempt(finish, what)
 
 
-def _share(folder: Folder, writes: Writes, processes: Processes) -> Writes:
+def _share(folder: Path, writes: Writes, processes: Processes) -> Writes:
     if processes.size == 1:
         refuse_twice([*[piece.path for piece, _ in writes.tensors], *[path for path, _ in writes.values]])
         return writes
@@ -230,7 +230,7 @@ def _add_job(mine: Writes, states: Sequence[JobState], processes: Processes) -> 
 
 
 def _write_parts(
-    folder: Folder, state: State, mine: Writes, processes: Processes, what: str
+    folder: Path, state: State, mine: Writes, processes: Processes, what: str
 ) -> tuple[list[WrittenPart], Mapping[str, Any]]:
     """What all processes and servers have written; each server's records of applied pushes."""
 
@@ -255,7 +255,7 @@ def _write_parts(
     return [part for parts, _ in every for part in parts], applied
 
 
-def _finish(target: Folder, folder: Folder, parts: Sequence[WrittenPart], applied: Mapping[str, Any]) -> None:
+def _finish(target: Path, folder: Path, parts: Sequence[WrittenPart], applied: Mapping[str, Any]) -> None:
     try:
         for part in parts:
             for name, check in part.files.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from torchstrat.checkpoint.pieces import Path, Piece
+from torchstrat.checkpoint.pieces import KeyPath, Piece
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import WrittenPart
@@ -298,7 +298,7 @@ class WriteReport:
     shards of a variable have them, and one is to be written. ``copied_bytes``: what pushes had to copy meanwhile."""
 
     part: WrittenPart
-    whole: tuple[tuple[Path, Any], ...]
+    whole: tuple[tuple[KeyPath, Any], ...]
     copied_bytes: int
 
 

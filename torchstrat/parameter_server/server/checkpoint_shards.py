@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchstrat.checkpoint.files import BlockSource, write_part
-from torchstrat.checkpoint.pieces import Path, Piece, is_block, shape_goes_by_rows
+from torchstrat.checkpoint.pieces import KeyPath, Piece, is_block, shape_goes_by_rows
 from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.core.errors import InvalidArgumentError
@@ -114,8 +114,8 @@ class CheckpointShards:
             else:  # a copy of the table
                 found.add_rows(fill, name, table.look() if isinstance(table, CutRows) else table)
 
-    def _visible(self, name: str) -> Folder:
-        folder = Folder(name)
+    def _visible(self, name: str) -> Path:
+        folder = Path(name)
         if not folder.exists():
             raise InvalidArgumentError(
                 f"{self._store.owner} does not see {folder}. The path of a checkpoint must be on a file system that "
@@ -183,8 +183,8 @@ class _Collected:
     """What goes into one file, and what a `WriteReport` says beside it."""
 
     tensors: list[tuple[Piece, torch.Tensor | BlockSource]] = field(default_factory=list)
-    values: list[tuple[Path, Any]] = field(default_factory=list)
-    whole: list[tuple[Path, Any]] = field(default_factory=list)
+    values: list[tuple[KeyPath, Any]] = field(default_factory=list)
+    whole: list[tuple[KeyPath, Any]] = field(default_factory=list)
 
     def add_rows(self, state: StatePiece, name: str, source: torch.Tensor | BlockSource) -> None:
         self.tensors.append((state.piece.entry(name, (state.piece.shape[0], *source.shape[1:])), source))

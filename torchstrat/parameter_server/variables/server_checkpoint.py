@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from torchstrat.checkpoint.items import RemoteSlot, RemoteState
 from torchstrat.checkpoint.optimizer_item import want_of_entry
-from torchstrat.checkpoint.pieces import Path, Piece
+from torchstrat.checkpoint.pieces import KeyPath, Piece
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import (
@@ -128,7 +128,7 @@ class ServerCheckpoint:
         self,
         stored: Stored,
         slots: Sequence[RemoteSlot],
-        states: Sequence[tuple[RemoteState, tuple[Path, ...]]],
+        states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
     ) -> Restoring:
         """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
         dispatcher = self._strategy._coordinator._dispatcher
@@ -153,7 +153,7 @@ class ServerCheckpoint:
         stored: Stored,
         token: str,
         slots: Sequence[RemoteSlot],
-        states: Sequence[tuple[RemoteState, tuple[Path, ...]]],
+        states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
         stepped: tuple[tuple[int, int], ...],
     ) -> dict[int, ReadOrder]:
         values = {
@@ -186,14 +186,14 @@ class ServerCut:
         self._reports = reports
 
     def write(
-        self, folder: Folder, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
+        self, folder: Path, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
     ) -> ServersWritten:
         """Let every server write its part into ``folder``. Raises `ParameterServerUnavailable`, and
         `InvalidArgumentError` naming the server that cannot write there."""
         reports: dict[int, WriteReport] = self._job.servers.ask(
             "ps.write_checkpoint", self._orders(folder, slots, states, first_number), timeout_seconds=_WRITE_SECONDS
         )
-        whole: dict[Path, Any] = {}
+        whole: dict[KeyPath, Any] = {}
         for report in reports.values():
             _require_visible(folder, report.part, self._job)
             for path, value in report.whole:
@@ -207,7 +207,7 @@ class ServerCut:
         )
 
     def _orders(
-        self, folder: Folder, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
+        self, folder: Path, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
     ) -> dict[int, WriteOrder]:
         by_server = _by_server(slots, states)
         stepped = {
@@ -257,7 +257,7 @@ class ServersWritten:
 
     parts: list[WrittenPart]
     whole_tensors: list[tuple[Piece, torch.Tensor]]
-    whole_values: list[tuple[Path, Any]]
+    whole_values: list[tuple[KeyPath, Any]]
     applied: Mapping[str, Any]
 
 
@@ -299,7 +299,7 @@ def server_checkpoint_of(tensors: Iterable[Any]) -> ServerCheckpoint | None:
     return found[0] if found else None
 
 
-def _require_visible(folder: Folder, part: WrittenPart, job: Job) -> None:
+def _require_visible(folder: Path, part: WrittenPart, job: Job) -> None:
     for name, check in part.files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != check.bytes:
@@ -310,7 +310,7 @@ def _require_visible(folder: Folder, part: WrittenPart, job: Job) -> None:
             )
 
 
-def _warn_of_lost(names: Sequence[str], folder: Folder) -> None:
+def _warn_of_lost(names: Sequence[str], folder: Path) -> None:
     if names:
         warnings.warn(
             f"{', '.join(names)}: lost with the parameter server, and not restored from {folder}. They begin "
