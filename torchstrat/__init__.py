@@ -29,8 +29,7 @@ with _importing.without_collection():
     from torchstrat.core.progress_bar import progress
     from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
     from torchstrat.core.run_options import RunOptions
-    from torchstrat.core.value_functions import ValueContext
-    from torchstrat.core.values import DistributedValues, Mirrored, PerReplica
+    from torchstrat.core.values import DistributedValues, Mirrored, PerReplica, ValueContext
     from torchstrat.core.variable.variable import Variable
     from torchstrat.core.version import __version__ as __version__
     from torchstrat.data.distributed import DistributedDataset, DistributedIterator

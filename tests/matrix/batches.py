@@ -31,7 +31,7 @@ from tests.matrix import places
 from tests.matrix.batch_kinds import COUNTS, KINDS, ROWS, Example, Kind, examples_of
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
 from torchstrat.core import nest
-from torchstrat.data import containers, distributed, readings, rows, streams
+from torchstrat.data import distributed, marks, readings, rows, streams
 from torchstrat.errors import WrongTypeError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -293,7 +293,7 @@ def _by_counts(reading: Any, whole: Any, examples: Any) -> Any:
 def _shallow(like: Any, values: list[Any]) -> Any:
     made = object.__new__(type(like))
     made.__dict__.update(vars(like))
-    for name, value in zip(containers.names(like), values, strict=True):
+    for name, value in zip(marks.names(like), values, strict=True):
         setattr(made, name, value)
     return made
 
@@ -337,7 +337,7 @@ FAULTS = (
     ),
     PlantedFault(
         "dataclasses are copied with what they have computed",
-        _with(containers, "_rebuild_dataclass", _shallow),
+        _with(marks, "_rebuild_dataclass", _shallow),
         _at("dataclass", "generator"),
     ),
     PlantedFault(

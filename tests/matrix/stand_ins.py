@@ -36,7 +36,7 @@ from tests.matrix.tensor_operations import (
     refused_samples_of,
     samples_of,
 )
-from torchstrat.core import piece_kinds
+from torchstrat.core import pieces
 from torchstrat.core._torch_private import DisableTorchDispatch
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.sharding.dtensor import moves, no_values
@@ -456,7 +456,7 @@ FAULTS = (
     _fault(
         "operators that are called for no function are not reported",
         [(row, _PARAMETER) for row in _MADE_OF_IT] + [("torch.tensor", _OUTSIDE)],
-        lambda: mock.patch.object(piece_kinds, "call_operator", _unreported),
+        lambda: mock.patch.object(pieces, "call_operator", _unreported),
     ),
     _fault(
         "a variable is no leaf",

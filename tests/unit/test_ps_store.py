@@ -40,8 +40,8 @@ from tests.support.server_stores import (
     whole,
 )
 from torchstrat import Ftrl
-from torchstrat.core import host_memory
-from torchstrat.core.host_memory import available_bytes
+from torchstrat.core import memory
+from torchstrat.core.memory import available_bytes
 from torchstrat.core.optimizers import Kind, Tier
 from torchstrat.errors import (
     CommunicationTimeoutError,
@@ -105,7 +105,7 @@ def test_a_value_that_does_not_fit_its_spec(value: torch.Tensor) -> None:
 
 
 def test_shards_that_do_not_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     store = VariableStore("ps 0")
     small, table = make_spec(0, torch.zeros(100)), make_spec(1, torch.zeros(50, 4), name="table")
     new = [*new_shards(small, torch.zeros(100)), NewShard(table, 0, None, recipe=())]
@@ -261,12 +261,12 @@ def test_state_that_does_not_fit_is_told_before_anything_changes(monkeypatch: py
     optimizer = OPTIMIZERS["adam"]([torch.nn.Parameter(torch.zeros(1))])
     store = stepped_by(optimizer, torch.zeros(100, 4))
     push = push_of(steps=(row_step(optimizer, torch.tensor([7]), torch.ones(1, 4)),))
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3000)
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match=r"state of torch.optim.adam.Adam for 'v0' on ps 0 needs 3,200"):
             store.push(push)
     assert torch.equal(whole(store), torch.zeros(100, 4))
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 4000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4000)
     store.push(push)
     assert whole(store).count_nonzero() == 4
 

@@ -37,8 +37,8 @@ from torchstrat.checkpoint.pieces import (
     unflatten,
 )
 from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.pieces import whole_value_of
 from torchstrat.core.variable.variable import Variable
-from torchstrat.core.whole_values import whole_value_of
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.sharded_indexing import handle_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable

@@ -32,7 +32,7 @@ from torchstrat.checkpoint.pieces import KeyPath, key_of
 from torchstrat.checkpoint.processes import Processes
 from torchstrat.checkpoint.stored import INDEX
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.core.host_memory import check_fits
+from torchstrat.core.memory import check_fits
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServerCut, ServersWritten

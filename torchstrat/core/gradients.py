@@ -1,13 +1,17 @@
-"""Where a backward pass meets the replicas: hooks that tell when a gradient has been accumulated, and the arithmetic.
+"""Gradient hooks: when a gradient has been accumulated, what a step's own hooks are called after, and the arithmetic.
 
 Gradients are combined when a backward pass ends, not when the optimizer steps, so that clipping, `GradScaler` and
 whatever else a step does to ``.grad`` sees the combined gradient on every replica, as under `DistributedDataParallel`.
 A gradient that hooks of the user's own look at is combined before they do: one that clips, or steps and frees, acts on
 the gradient of one device.
+
+Hooks that a step registers itself are seen when they come: what has to be called before them is put there. In one
+process such a hook belongs to the replica that has registered it, as it does between processes.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -15,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchstrat.core import hook_registrations
 from torchstrat.core._torch_private import (
     DisableTorchFunction,
     foreach_add_,
@@ -54,7 +57,7 @@ class GradientHooks:
         self._all_hooked: tuple[object, bool, int] = (None, False, 0)
         self.turn = turn
         weakref.finalize(self, _detach, self._own).atexit = False  # tensors may outlive the strategy, and meet others
-        hook_registrations.watch(self)
+        watch(self)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         own = self._own.get(id(tensor))
@@ -67,11 +70,11 @@ class GradientHooks:
     def attach_to_run(self, tensors: Sequence[torch.Tensor], layout: object, *, early: bool) -> None:
         """`attach`, at the beginning of every run. ``layout`` is the same object as long as the ``tensors`` are the
         same: where that, and all hooks, are as they were, there is nothing to do."""
-        if self._all_hooked == (layout, early, hook_registrations.count):
+        if self._all_hooked == (layout, early, count):
             return
         self.attach(tensors, early=early)
         if all(map(self.knows, tensors)):
-            self._all_hooked = layout, early, hook_registrations.count
+            self._all_hooked = layout, early, count
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
         """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation, as do hooks of
@@ -101,11 +104,9 @@ class GradientHooks:
         if own is None:
             everyone, key = self._own, id(tensor)
             reference = weakref.ref(tensor, lambda _: everyone.pop(key, None))
-            own = everyone[key] = _Own(
-                reference, hook_registrations.untold_post_accumulate_grad_hook(tensor, _Late(self._sink))
-            )
+            own = everyone[key] = _Own(reference, untold_post_accumulate_grad_hook(tensor, _Late(self._sink)))
         if early:
-            own.early = hook_registrations.untold_hook(tensor, _Early(self._sink, weakref.ref(tensor)))
+            own.early = untold_hook(tensor, _Early(self._sink, weakref.ref(tensor)))
         if frozen:
             tensor.requires_grad_(False)
         return own
@@ -299,3 +300,83 @@ def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factor: float) -
             foreach_mul_(first, factor)
         for other in others:
             foreach_copy_(other, first)
+
+
+class Watcher(Protocol):
+    """Who is told."""
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether it has hooks of its own there."""
+
+    def turn(self) -> int | None:
+        """The replica whose code runs now, where several share the tensor."""
+
+    def notice(self, tensor: torch.Tensor) -> None:
+        """A hook has been registered there."""
+
+
+register_hook: Callable[..., Any] = torch.Tensor.register_hook
+register_post_accumulate_grad_hook: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
+"""PyTorch's own."""
+
+_watching = weakref.WeakSet[Any]()
+
+count = 0
+"""Of the hooks registered since anybody watches. As long as it is the same no tensor has another hook than before, so
+that a step need not look at every tensor again."""
+
+
+def watch(watcher: Watcher) -> None:
+    """From now on, as long as it lives."""
+    if torch.Tensor.register_hook is register_hook:
+        torch.Tensor.register_hook = told_hook  # type: ignore[method-assign]
+        torch.Tensor.register_post_accumulate_grad_hook = told_post_accumulate_grad_hook  # type: ignore[method-assign]
+    _watching.add(watcher)
+
+
+def _counting(register: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        global count
+        count += 1
+        return register(tensor, hook)
+
+    return counted
+
+
+untold_hook, untold_post_accumulate_grad_hook = map(_counting, (register_hook, register_post_accumulate_grad_hook))
+"""For hooks of a strategy's own."""
+
+
+def _telling(register: Callable[..., Any], counted: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def told(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        watchers = [one for one in tuple(_watching) if one.knows(tensor)]
+        for watcher in watchers:
+            hook = _for_one(watcher, hook)
+        handle = counted(tensor, hook)
+        for watcher in watchers:
+            watcher.notice(tensor)
+        return handle
+
+    return told
+
+
+def _for_one(watcher: Watcher, hook: Callable[..., Any]) -> Callable[..., Any]:
+    replica = watcher.turn()
+    if replica is None:
+        return hook
+    told = weakref.ref(watcher)
+
+    @functools.wraps(hook, assigned=(), updated=())
+    def of_one(value: Any) -> Any:
+        of = told()
+        now = None if of is None else of.turn()
+        # Outside of runs what is there is the first replica's.
+        return hook(value) if now == replica or (now is None and replica == 0) else None
+
+    return of_one
+
+
+told_hook = _telling(register_hook, untold_hook)
+told_post_accumulate_grad_hook = _telling(register_post_accumulate_grad_hook, untold_post_accumulate_grad_hook)
+"""What is in the place of PyTorch's own once anybody watches."""

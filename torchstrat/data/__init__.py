@@ -8,14 +8,20 @@ read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (w
 again), `standing` and `progress` (which place each step leads to).
 """
 
-from torchstrat.data.datasets import ArrayDataset, TextLineDataset
 from torchstrat.data.distribute import distribute_dataset, distribute_datasets_from_function
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator
-from torchstrat.data.layout import InputLayout
+from torchstrat.data.layout import InputLayout, batch_sizes_for_worker
 from torchstrat.data.marks import axis, examples, same, unmarked
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from torchstrat.data.pipeline import AUTOTUNE, INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY, Pipeline
-from torchstrat.data.rebatch import batch_sizes_for_worker
+from torchstrat.data.pipeline import (
+    AUTOTUNE,
+    INFINITE_CARDINALITY,
+    SHARD_HINT,
+    UNKNOWN_CARDINALITY,
+    ArrayDataset,
+    Pipeline,
+    TextLineDataset,
+)
 from torchstrat.data.sources import FileSource
 from torchstrat.data.spec import PerReplicaSpec, TensorSpec
 from torchstrat.data.v1_iterators import InputIterator

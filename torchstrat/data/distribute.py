@@ -30,9 +30,8 @@ from torchstrat.data.options import (
 )
 from torchstrat.data.order import refuse_distributed_sampler
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY
-from torchstrat.data.position import Resume, Saved, Terms
+from torchstrat.data.position import FixedSizes, Resume, Saved, StepPerItem, Terms
 from torchstrat.data.sources import Source, make_source, refuse_distributed
-from torchstrat.data.standing import FixedSizes, StepPerItem
 from torchstrat.data.streams import bare_steps, element_steps
 
 if TYPE_CHECKING:

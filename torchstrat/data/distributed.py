@@ -18,10 +18,8 @@ from torchstrat.data.agreement import PassEnd, StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
 from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions
-from torchstrat.data.position import Saved, Terms
+from torchstrat.data.position import Progress, Saved, Standing, Terms, state_of
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
-from torchstrat.data.progress import Progress, state_of
-from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
 
 if TYPE_CHECKING:

@@ -19,16 +19,20 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.data import rows, spec
-from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.loader_batches import Collate, CollateAndSplit, CollateToCut, Share, SplitBatch, served, share_of
 from torchstrat.data.order import (
+    Counted,
+    Draws,
+    Index,
     IndexOrder,
+    Served,
     index_sampler,
     len_of,
     refuse_indices_of_the_whole,
     sampler_name,
+    stateful_part,
     streams_of,
 )
 from torchstrat.data.own_draws import Leaving, OwnDraws, apart, draws_nothing, generators_of_data, treats_rows_alone

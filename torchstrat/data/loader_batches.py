@@ -13,12 +13,11 @@ import torch
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
-from torchstrat.data.draws import Index
-from torchstrat.data.layout import InputLayout
+from torchstrat.data.layout import InputLayout, equal_chunks
 from torchstrat.data.marks import with_same_of
+from torchstrat.data.order import Index
 from torchstrat.data.own_draws import COMMON, OwnDraws
 from torchstrat.data.readings import MARKS, CollateReading, copies, require_aligned
-from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
 
 Collate = Callable[[list[Any]], nest.Nest]

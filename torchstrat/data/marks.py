@@ -1,23 +1,108 @@
-"""What a program says about the leaves of its batches, where they have no row per example along dim 0.
+"""What of a batch is opened, and what a program says about leaves that have no row per example along dim 0.
 
-The marks are on the values, where a collate function (or whatever makes the batch) knows what they mean: they travel
-with them through data-loading workers and pinned memory, and follow no structure that would have to be told twice. The
-step, and a loop over a distributed dataset, get the values without them.
+Opened are the containers of `torchstrat.core.nest`, and dataclasses. A program's own containers are rebuilt by their
+own protocol, or refused by name; values that were computed when one was made are never those of other rows.
+
+Marks are on the values, where a collate function (or whatever makes the batch) knows what they mean: they travel with
+them through data-loading workers and pinned memory, and follow no structure that would have to be told twice. The step,
+and a loop over a distributed dataset, get the values without them.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import pinned
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.data import containers
+
+_MISSING: Final = object()
+
+
+def is_container(value: Any) -> bool:
+    """Whether a batch may have its leaves in ``value``."""
+    return nest.is_nested(value) or _is_dataclass(value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__dataclass_fields__")
+
+
+def children(value: Any) -> list[Any]:
+    """What a container holds, in order; of a dataclass, what it is made of."""
+    if nest.is_nested(value):
+        return nest.values_of(value)
+    return [getattr(value, name) for name in names(value)]
+
+
+def rebuild(like: Any, values: list[Any]) -> Any:
+    """A container of the kind of ``like`` that holds ``values``.
+
+    Raises:
+        WrongTypeError: its class does not take them.
+    """
+    return nest.rebuild(like, values) if nest.is_nested(like) else _rebuild_dataclass(like, values)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a container's parts belong together, so that they are neither cut nor emptied one by one."""
+    return isinstance(value, PackedSequence)
+
+
+def names(value: Any) -> list[str]:
+    """Of the fields of a dataclass that it is made of."""
+    return [field.name for field in dataclasses.fields(value) if field.init]
+
+
+def _rebuild_dataclass(like: Any, values: list[Any]) -> Any:
+    """By `dataclasses.replace`, so that what ``__post_init__`` computes is that of the new values."""
+    given = dict(zip(names(like), values, strict=True))
+    try:
+        made = dataclasses.replace(like, **given)
+        changed = [name for name, value in given.items() if getattr(made, name) is not value]
+        if changed:
+            raise TypeError(f"its __post_init__ makes something else of {', '.join(changed)}")
+        _carry_over(like, made, given)
+    except Exception as error:
+        raise WrongTypeError(
+            f"a batch that is a {type(like).__qualname__} cannot be split over replicas: dataclasses.replace does not "
+            f"make one of other rows ({type(error).__name__}: {error}). Hand out a dict, or let the collate function "
+            "compute what its __post_init__ does."
+        ) from error
+    return made
+
+
+def _carry_over(like: Any, made: Any, given: dict[str, Any]) -> None:
+    """Attributes that were set from outside come along; what follows from the fields has been computed anew."""
+    others = {field.name for field in dataclasses.fields(like)} | set(getattr(like, "__dict__", ()))
+    others -= set(given)
+    if not others:
+        return
+    again = dataclasses.replace(like)
+    for name in sorted(others):
+        value, computed = getattr(like, name, _MISSING), getattr(again, name, _MISSING)
+        if _is_equal(value, computed):
+            continue
+        if computed is not _MISSING:
+            raise TypeError(f"its {name} has been changed since it was made")
+        object.__setattr__(made, name, value)
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and first.shape == second.shape and bool(torch.equal(first, second))
+    return type(first) is type(second) and bool(first == second)
+
 
 MarkedT = TypeVar("MarkedT", bound="Marked")
 
@@ -147,24 +232,24 @@ def unmarked(batch: nest.Nest) -> nest.Nest:
     """A batch without marks, as its step gets it: for a loop in plain PyTorch over the same loader."""
     if isinstance(batch, Marked):
         return batch.value
-    if not containers.is_container(batch):
+    if not is_container(batch):
         return batch
-    values = containers.children(batch)
+    values = children(batch)
     made = [unmarked(value) for value in values]
-    return batch if all(new is old for new, old in zip(made, values, strict=True)) else containers.rebuild(batch, made)
+    return batch if all(new is old for new, old in zip(made, values, strict=True)) else rebuild(batch, made)
 
 
 def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
     """``part``, with what ``whole`` has marked as the same in its place."""
     if isinstance(whole, Same) and isinstance(part, Same):
         return whole
-    if not containers.is_container(whole) or type(whole) is not type(part):
+    if not is_container(whole) or type(whole) is not type(part):
         return part
-    ours, theirs = containers.children(part), containers.children(whole)
+    ours, theirs = children(part), children(whole)
     if len(ours) != len(theirs):
         return part
     made = [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)]
-    return part if all(new is old for new, old in zip(made, ours, strict=True)) else containers.rebuild(part, made)
+    return part if all(new is old for new, old in zip(made, ours, strict=True)) else rebuild(part, made)
 
 
 def _unmarked(leaf: Any, mark: str) -> Any:

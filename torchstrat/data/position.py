@@ -1,4 +1,5 @@
-"""How far data has been read, as plain data: what `DistributedDataset.state_dict` saves and `load_state_dict` checks.
+"""The position in a dataset, as plain data: what `DistributedDataset.state_dict` saves and `load_state_dict` checks,
+which place in its streams each step leads to, and how far a pass got.
 
 What counts is what was handed out to the loop. Data that was read ahead, by data-loading workers or a prefetching
 thread, is read again after a restore. A position is counted in rows of the order in which the dataset's rows come, so
@@ -9,12 +10,18 @@ random states of the beginning of the pass.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core import nest
+from torchstrat.core.errors import CommunicationError, InvalidArgumentError, WrongTypeError
+from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import AutoShardPolicy
+from torchstrat.data.readings import require_aligned
+from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps
+from torchstrat.distributed.collectives.communicator import Communicator
 
 T = TypeVar("T")
 VERSION = 1
@@ -171,3 +178,238 @@ class Saved:
 def stream_state(place: Place, beginning: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """One stream's part of the state of a pass under way."""
     return {"place": place._asdict(), "beginning": dict(beginning), "settings": dict(settings)}
+
+
+Places = Mapping[int, Place]
+"""By the number of the stream."""
+
+
+@dataclass
+class Cycle:
+    """What the sizes of the fixed-size rule depend on besides the rows."""
+
+    num_workers: int = 0
+    local_replicas: int = 0
+    declared: int = 0
+    inferred: InferredBatch = field(default_factory=InferredBatch)
+
+    @property
+    def settings(self) -> tuple[int, int, int]:
+        return self.num_workers, self.local_replicas, self.declared
+
+    def plain(self) -> tuple[int, ...]:
+        return (*self.settings, -1 if self.inferred.rows is None else self.inferred.rows)
+
+
+class Standing(Protocol):
+    """Follows the streams of one pass in this process. It keeps them open, and so is kept only where steps are made."""
+
+    streams: Mapping[int, Stream[Any]]
+    steps_before: int
+    """Of this pass, when the streams were opened."""
+    cycle: Cycle
+
+    def before(self) -> Places:
+        """Before the first step."""
+
+    def after(self, step: Step) -> Places:
+        """After ``step``, which has just been made. Called for every step, where it is made."""
+
+    def at_end(self) -> Places:
+        """After the last step, when there was found to be no other."""
+
+
+class StepPerItem:
+    """Every step takes whole items of the streams, and no more than it needs."""
+
+    def __init__(self, streams: Mapping[int, Stream[Any]], saved: Saved | None) -> None:
+        self.streams = streams
+        self.steps_before = 0 if saved is None else saved.steps
+        self.cycle = Cycle()
+
+    def before(self) -> Places:
+        return {number: stream.stand() for number, stream in self.streams.items()}
+
+    def after(self, step: Step) -> Places:
+        return self.before()
+
+    def at_end(self) -> Places:
+        return _ended(self.streams)
+
+
+class FixedSizes:
+    """Steps by the fixed-size rule, which cut what the streams give, one stream after the other, across batches.
+
+    Args:
+        streams: this process's; usually one, several to go on with those of a larger number of processes.
+        declared: rows of a full batch.
+        layout: the replicas.
+        saved: the position from which the streams go on, if they do.
+    """
+
+    def __init__(
+        self, streams: Mapping[int, Stream[nest.Nest]], declared: int | None, layout: InputLayout, saved: Saved | None
+    ) -> None:
+        self.streams = streams
+        self._layout = layout
+        self._by_rows = layout.num_replicas > 1
+        self._places = {number: stream.stand() for number, stream in streams.items()}
+        self._borders: deque[tuple[int, int, Place]] = deque()  # what had been read by then, stream, place
+        self._read, self._taken, self._passed = 0, 0, 0
+        self.cycle = Cycle(layout.num_workers, len(layout.local_replicas), declared or 0)
+        self.steps_before = 0
+        if saved is not None and saved.cycle[:3] == self.cycle.settings:
+            self.steps_before = saved.steps
+            self.cycle.inferred.rows = saved.cycle[3] if saved.cycle[3] >= 0 else None
+
+    def steps(self) -> Iterator[Step]:
+        """Cut the streams. Once; not kept here, so that whoever takes the steps can let go of the streams."""
+        declared = self.cycle.declared
+        return fixed_size_steps(self._batches(), declared, self._layout, self.steps_before, self.cycle.inferred)
+
+    def _batches(self) -> Iterator[nest.Nest]:
+        for number, stream in self.streams.items():
+            for batch in stream.items:
+                self._read += require_aligned(batch) if self._by_rows else 1
+                self._borders.append((self._read, number, stream.stand()))
+                yield batch
+            self._borders.append((self._read, number, stream.stand()))
+
+    def before(self) -> Places:
+        return dict(self._places)
+
+    def after(self, step: Step) -> Places:
+        self._taken += sum(step.rows) if self._by_rows else 1
+        while self._borders and self._borders[0][0] <= self._taken:
+            self._passed, number, place = self._borders.popleft()
+            self._places[number] = place
+        if self._taken == self._passed:
+            return dict(self._places)
+        number = self._borders[0][1]
+        begun = self._places[number]
+        # The batch is read again when this place is gone on from; these rows of it are then left out.
+        return {**self._places, number: begun._replace(extra=begun.extra + self._taken - self._passed)}
+
+    def at_end(self) -> Places:
+        return _ended(self.streams)
+
+
+def _ended(streams: Mapping[int, Stream[Any]]) -> Places:
+    return {number: stream.stand()._replace(ended=True) for number, stream in streams.items()}
+
+
+_WHAT = "the position in a distributed dataset"
+
+
+class Progress:
+    """One pass of this process.
+
+    Args:
+        standing: follows the steps as they are made, which may be ahead of the loop, in another thread.
+        pipelines: streams that all processes read in all.
+    """
+
+    def __init__(self, standing: Standing, pipelines: int) -> None:
+        self.pipelines = pipelines
+        self.steps = standing.steps_before
+        self.ended = False
+        self._places = standing.before()
+        self._pulled = self._at_end = self._places
+        self._made: deque[Places] = deque()
+        # Not the streams themselves: a loop that is left early gives up its workers, and keeps its place.
+        self._cycle = standing.cycle
+        self._beginnings = {number: stream.beginning for number, stream in standing.streams.items()}
+
+    def following(self, steps: Iterator[Step], standing: Standing) -> Iterator[Step]:
+        """``steps``, with the places that each leads to put aside until it is handed out."""
+        for step in steps:
+            self._made.append(standing.after(step))
+            yield step
+        self._at_end = standing.at_end()
+
+    def pull(self, step: Step | None) -> Step | None:
+        """``step`` is what this process has for the next step of all."""
+        if step is None:
+            self._pulled = self._at_end
+        else:
+            self._pulled = self._made.popleft()
+        return step
+
+    def hand_out(self) -> None:
+        """The loop gets the step that was pulled."""
+        self._places = self._pulled
+        self.steps += 1
+
+    @property
+    def cycle(self) -> tuple[int, ...]:
+        return self._cycle.plain()
+
+    def streams(self, settings: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of this process's streams."""
+        same = next(iter(settings.values()))  # of one dataset, whoever had which part of it
+        return {
+            str(number): stream_state(place, self._beginnings[number](), settings.get(number, same))
+            for number, place in self._places.items()
+        }
+
+
+def state_of(
+    progress: Progress | None,
+    terms: Terms,
+    between: Callable[[], Mapping[int, Mapping[str, Any]]],
+    peers: Communicator | None,
+) -> dict[str, Any]:
+    """What `Terms.check` takes. With ``peers``, every process calls it, and all return the same.
+
+    Args:
+        progress: of the pass; None or ended: there is none under way.
+        terms: what the position refers to.
+        between: what the pipelines' next passes depend on, for when there is none.
+        peers: the other processes.
+    """
+    current = None if progress is None or progress.ended else progress
+    failure: Exception | None = None
+    streams: Mapping[str, Any] = {}
+    try:
+        if terms.pipelines > 1 or peers is None or peers.rank == 0:
+            if current is None:
+                streams = {str(number): dict(one) for number, one in between().items()}
+            else:
+                streams = current.streams(terms.settings)
+    except Exception as error:  # told to the others, who would wait for this process otherwise
+        failure = error
+    steps = -1 if current is None else current.steps
+    streams = streams if peers is None else _gathered(peers, streams, steps, failure)
+    if failure is not None:
+        raise failure
+    return {
+        "version": VERSION,
+        "under_way": current is not None,
+        "reads": terms.reads,
+        "policy": terms.policy.name,
+        "pipelines": terms.pipelines if current is None else current.pipelines,
+        "steps": max(steps, 0),
+        "cycle": () if current is None else current.cycle,
+        "streams": streams,
+    }
+
+
+def _gathered(
+    peers: Communicator, streams: Mapping[str, Any], steps: int, failure: Exception | None
+) -> Mapping[str, Any]:
+    """The streams of all processes."""
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reports = peers.all_gather_object((steps, streams, told), _WHAT)
+    if failure is not None:
+        return streams
+    for rank, (_, _, message) in enumerate(reports):
+        if message is not None:
+            raise CommunicationError(f"rank {rank} could not tell its position in a distributed dataset: {message}")
+    counts = [count for count, _, _ in reports]
+    if len(set(counts)) > 1:
+        said = ["between passes" if count < 0 else f"after step {count}" for count in counts]
+        raise InvalidArgumentError(
+            f"ranks 0 to {len(said) - 1} are {said} of a distributed dataset: all have to ask for its state after the "
+            "same step."
+        )
+    return {number: state for _, of_rank, _ in reports for number, state in of_rank.items()}

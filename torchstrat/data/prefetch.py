@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 
 from torchstrat.core import nest
-from torchstrat.data import containers, rows
+from torchstrat.data import marks, rows
 from torchstrat.data.streams import Step
 
 T = TypeVar("T")
@@ -216,11 +216,11 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
     def move(leaf: Any) -> Any:
         if callable(getattr(leaf, "to", None)):
             return leaf.to(device)
-        if nest.is_nested(leaf) or not containers.is_container(leaf):
+        if nest.is_nested(leaf) or not marks.is_container(leaf):
             return leaf
-        moved = [to_device(child, device) for child in containers.children(leaf)]
-        there = all(new is old for new, old in zip(moved, containers.children(leaf), strict=True))
-        return leaf if there else containers.rebuild(leaf, moved)
+        moved = [to_device(child, device) for child in marks.children(leaf)]
+        there = all(new is old for new, old in zip(moved, marks.children(leaf), strict=True))
+        return leaf if there else marks.rebuild(leaf, moved)
 
     return rows.map_leaves(move, batch)
 

@@ -15,8 +15,7 @@ from torch.utils.data import default_collate
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import rows, spec
-from torchstrat.data.containers import children, is_container, is_opaque, names, rebuild
-from torchstrat.data.marks import Along, Examples, Marked, can_mark
+from torchstrat.data.marks import Along, Examples, Marked, can_mark, children, is_container, is_opaque, names, rebuild
 
 MARKS = (
     "ts.data.axis(x, 1) where its rows are along dim 1, ts.data.same(x) where every replica gets all of it, "

@@ -6,7 +6,7 @@ A batch is a nest whose leaves have rows along dim 0, or are marked (`torchstrat
 * `numpy.ndarray` of objects: strings, which have no tensor type. Other arrays are made tensors by `to_tensors`;
 * a list or tuple without containers or tensors in it, one entry per row: what ``default_collate`` makes of strings.
 
-``None`` is no leaf; it is handed to every replica. Dataclasses are opened too; see `torchstrat.data.containers`.
+``None`` is no leaf; it is handed to every replica. Dataclasses are opened too; see `torchstrat.data.marks`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.data.containers import children, is_container, is_opaque, rebuild
-from torchstrat.data.marks import Along, Examples, Marked, Same
-from torchstrat.data.rebatch import equal_chunks
+from torchstrat.data.layout import equal_chunks
+from torchstrat.data.marks import Along, Examples, Marked, Same, children, is_container, is_opaque, rebuild
 
 Leaf = Any
 

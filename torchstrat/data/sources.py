@@ -20,12 +20,10 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import iterates_as_torch_does
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
 from torchstrat.data import rows, spec
-from torchstrat.data.containers import children, is_container
-from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.marks import Marked
+from torchstrat.data.marks import Marked, children, is_container
 from torchstrat.data.own_draws import Continuing, Seeds, Watched, draws_without_loader, stream_seed
-from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View, draw_seed
+from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved

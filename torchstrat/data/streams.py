@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import rows
-from torchstrat.data.containers import children, is_container, is_opaque
-from torchstrat.data.layout import InputLayout
-from torchstrat.data.marks import Marked, Same
+from torchstrat.data.layout import InputLayout, batch_sizes_for_worker, equal_chunks
+from torchstrat.data.marks import Marked, Same, children, is_container, is_opaque
 from torchstrat.data.readings import MARKS, differing, require_aligned, tell_of_lists
-from torchstrat.data.rebatch import batch_sizes_for_worker, equal_chunks
 
 logger = logging.getLogger("torchstrat.data")
 

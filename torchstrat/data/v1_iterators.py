@@ -13,12 +13,11 @@ from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data import rows
-from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.distribute import hand_out_elements, input_context
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator, Optional
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import InputContext, InputOptions, InputReplicationMode
-from torchstrat.data.pipeline import stack
+from torchstrat.data.pipeline import ArrayDataset, stack
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.sources import Source, make_source, refuse_distributed
 

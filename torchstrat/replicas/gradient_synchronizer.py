@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.core import hook_registrations
+from torchstrat.core import gradients
 from torchstrat.core._torch_private import queue_backward_callback
 from torchstrat.core.gradients import CombinedGradient, is_watched, share_memory, shares
 from torchstrat.core.reduction import ReduceOp
@@ -265,7 +265,7 @@ class GradientSynchronizer:
         self._ready = failed
 
     def _look_for_watchers(self) -> bool:
-        now = self._roster.layout, hook_registrations.count
+        now = self._roster.layout, gradients.count
         if self._unwatched == now:
             return False
         found = any(map(is_watched, self._tensors))

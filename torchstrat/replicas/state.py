@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core.gradients import CombinedGradient
-from torchstrat.core.piece_kinds import plain_kind
+from torchstrat.core.pieces import plain_kind
 from torchstrat.core.reachable import address_of, has_address
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 

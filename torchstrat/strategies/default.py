@@ -10,7 +10,7 @@ from torchstrat.core import context
 from torchstrat.core.context import ReplicaContext
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.reduction import ReduceOp
-from torchstrat.core.value_functions import ValueContext
+from torchstrat.core.values import ValueContext
 from torchstrat.core.variable.storage import VariablePlacement
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.strategies.extended import StrategyExtended

@@ -19,10 +19,12 @@ from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongType
 from torchstrat.core.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
 from torchstrat.core.run_options import RunOptions, require_run_options
 from torchstrat.core.tracebacks import short_tracebacks, shorten
-from torchstrat.core.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.core.values import (
     DistributedValues,
     PerReplica,
+    ValueContext,
+    distribute_values,
+    local_results,
     require_callable,
     require_fitting_arguments,
     require_kwargs,

@@ -3,7 +3,7 @@
 ``tf.distribute.experimental.X`` is ``ts.experimental.X``: the very same objects under a second path.
 """
 
-from torchstrat.core.value_functions import ValueContext
+from torchstrat.core.values import ValueContext
 from torchstrat.distributed.collectives.communication_options import CommunicationImplementation, CommunicationOptions
 from torchstrat.parameter_server import partitioners
 from torchstrat.strategies import tf_coordinator as coordinator

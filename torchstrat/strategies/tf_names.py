@@ -15,9 +15,9 @@ from torchstrat.core import context
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data import v1_iterators
-from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.distribute import distribute_dataset
 from torchstrat.data.options import InputReplicationMode
+from torchstrat.data.pipeline import ArrayDataset
 from torchstrat.data.v1_iterators import InputIterator
 
 _DEVICES = (

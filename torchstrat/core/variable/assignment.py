@@ -14,9 +14,18 @@ from torchstrat.core.devices import torch_device
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError, WrongTypeError
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.values import PerReplica, select_replica
-from torchstrat.core.variable.aggregation import Given, exchange_values, merge_values
-from torchstrat.core.variable.creation import from_first_replica, spans_processes
-from torchstrat.core.variable.storage import Edit, Storage, VariablePlacement, check_edit, to_tensor
+from torchstrat.core.variable.storage import (
+    Edit,
+    Given,
+    Storage,
+    VariablePlacement,
+    check_edit,
+    exchange_values,
+    from_first_replica,
+    merge_values,
+    spans_processes,
+    to_tensor,
+)
 from torchstrat.distributed.collectives.agreement import within
 from torchstrat.distributed.collectives.communicator import Communicator
 

@@ -1,17 +1,25 @@
-"""What a `Variable` is made of: cells that hold one tensor each, and the edits that assignments make to them."""
+"""What a `Variable` is made of: its kind, its first value, checked and the same on every process, the cells that hold
+one tensor each, the edits that assignments make to them, and what the values that replicas assign become.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from torchstrat.core import context, reduction
 from torchstrat.core.devices import torch_device
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.core.values import Mirrored
+from torchstrat.core.errors import InvalidArgumentError, VariableKindError, WrongTypeError
+from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrat.core.values import Mirrored, PerReplica
+from torchstrat.replicas.engine import ReplicaEngine
+
+if TYPE_CHECKING:
+    from torchstrat.strategies.strategy import Strategy
 
 
 class VariablePlacement(enum.Enum):
@@ -207,3 +215,193 @@ def check_edit(edit: Edit, value: torch.Tensor, shape: torch.Size, declared: Dec
         raise InvalidArgumentError(
             f"{edit.value} got shape {given}, which does not broadcast to the variable's shape {tuple(shape)}."
         )
+
+
+class Given:
+    """What one replica passed to an assignment, wrapped so that merging arguments does not open lists in it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def merge_values(
+    aggregation: VariableAggregation, edit: Edit, values: Sequence[Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """In one process, with every replica's value at hand: the one value to write.
+
+    The very same object on all replicas, and equal Python numbers, are one value: a mean is that value, a sum is an
+    error, because nobody can tell whether it is to count once or once per replica.
+    """
+    call, first = edit.value, values[0]
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return to_tensor(first, dtype, call)
+    if len(values) == 1:
+        return to_tensor(first, dtype, call)
+    if all(value is first for value in values) or all(is_python_value(value) and value == first for value in values):
+        if aggregation is VariableAggregation.SUM and not (isinstance(first, np.ndarray) and not np.any(first)):
+            raise same_everywhere(call, first)
+        return to_tensor(first, dtype, call)
+    if aggregation is VariableAggregation.SUM and is_python_value(first):
+        raise same_everywhere(call, first)
+    return _reduce(aggregation, call, [to_tensor(value, dtype, call) for value in values])
+
+
+def exchange_values(
+    engine: ReplicaEngine,
+    aggregation: VariableAggregation,
+    edit: Edit,
+    value: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """With one replica per process: the same, by collectives that every replica of the run takes part in.
+
+    Whether tensors are one object cannot be seen here, so they always count as each replica's own. ``device`` is the
+    replica's: what collectives work on.
+    """
+    call = edit.value
+    tensor = to_tensor(value, dtype, call).to(device)
+    if is_python_value(value):
+        if aggregation is VariableAggregation.SUM:
+            raise same_everywhere(call, value)
+        rows = engine.all_gather(tensor.unsqueeze(0), 0)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA or bool((rows == rows[0]).all()):
+            return _detached(rows[0])
+        return _reduce(aggregation, call, list(rows))
+    if tensor.layout == torch.sparse_coo:
+        return _exchange_sparse(engine, aggregation, call, tensor)
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _detached(engine.all_gather(tensor.unsqueeze(0), 0)[0])
+    _require_mean_of_floats(aggregation, dtype, call)
+    return _detached(engine.all_reduce(ReduceOp.from_variable_aggregation(aggregation), tensor))
+
+
+def _exchange_sparse(
+    engine: ReplicaEngine, aggregation: VariableAggregation, call: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Indices and values travel by themselves: gathers take parts of unequal length."""
+    counts = engine.all_gather(torch.tensor([tensor._nnz()], device=tensor.device), 0)
+    indices = engine.all_gather(tensor._indices(), 1).split(counts.tolist(), dim=1)
+    values = engine.all_gather(tensor._values(), 0).split(counts.tolist())
+    parts = [
+        torch.sparse_coo_tensor(where, what, tensor.shape, check_invariants=False)
+        for where, what in zip(indices, values, strict=True)
+    ]
+    return parts[0] if aggregation is VariableAggregation.ONLY_FIRST_REPLICA else _reduce(aggregation, call, parts)
+
+
+def _reduce(aggregation: VariableAggregation, call: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    _require_mean_of_floats(aggregation, tensors[0].dtype, call)
+    return reduction.combine(ReduceOp.from_variable_aggregation(aggregation), tensors, call)
+
+
+def _detached(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value
+    return tensor.detach()
+
+
+def _require_mean_of_floats(aggregation: VariableAggregation, dtype: torch.dtype, call: str) -> None:
+    if aggregation is VariableAggregation.MEAN:
+        require_mean_of_floats(dtype, f"{call} of different values")
+
+
+def require_mean_of_floats(dtype: torch.dtype, what: str) -> None:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise InvalidArgumentError(
+            f"{what} with aggregation MEAN needs a floating dtype, because a mean of integers is none; the variable is "
+            f"of {dtype}. Use a floating dtype, or aggregation SUM or ONLY_FIRST_REPLICA."
+        )
+
+
+def same_everywhere(call: str, value: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{call} got {value!r:.80} on every replica for a variable with aggregation SUM: adding up a value that is the "
+        "same everywhere is ambiguous. Pass a tensor computed by each replica, assign outside of run, or use "
+        "aggregation MEAN or ONLY_FIRST_REPLICA."
+    )
+
+
+def placement_of(strategy: Strategy) -> VariablePlacement:
+    """Central storage with a single replica keeps ordinary variables."""
+    placement = strategy._variable_placement
+    if placement is VariablePlacement.CENTRAL and strategy.num_replicas_in_sync == 1:
+        return VariablePlacement.ONE
+    return placement
+
+
+def parse_aggregation(aggregation: Any, name: str) -> VariableAggregation:
+    if aggregation is None:
+        return VariableAggregation.NONE
+    if not isinstance(aggregation, VariableAggregation):
+        raise VariableKindError(
+            f"Variable {name!r} got aggregation={aggregation!r}; use a member of ts.VariableAggregation, such as "
+            "ts.VariableAggregation.SUM."
+        )
+    return aggregation
+
+
+def parse_synchronization(synchronization: Any, name: str) -> VariableSynchronization:
+    if synchronization is None:
+        return VariableSynchronization.AUTO
+    if not isinstance(synchronization, VariableSynchronization):
+        raise VariableKindError(
+            f"Variable {name!r} got synchronization={synchronization!r}; use a member of ts.VariableSynchronization, "
+            "such as ts.VariableSynchronization.ON_READ."
+        )
+    return synchronization
+
+
+def check_mirrored(
+    name: str, aggregation: VariableAggregation, synchronization: VariableSynchronization, dtype: torch.dtype
+) -> None:
+    """What mirrored variables cannot be, whatever the number of replicas."""
+    if synchronization is VariableSynchronization.NONE:
+        raise InvalidArgumentError(
+            f"Variable {name!r}: synchronization NONE has no meaning for mirrored variables; use AUTO, ON_WRITE or "
+            "ON_READ."
+        )
+    if aggregation is VariableAggregation.MEAN:
+        require_mean_of_floats(dtype, f"mirrored Variable {name!r}")
+
+
+def initial_tensor(value: Any, dtype: torch.dtype | None, name: str) -> torch.Tensor:
+    """What the user gave as the first value, as a detached tensor of ``dtype`` (None: its own)."""
+    if value is None:
+        raise InvalidArgumentError(
+            f"Variable {name!r} needs an initial_value: a tensor, numbers, or a function that gives one."
+        )
+    if callable(value):
+        value = value()
+    if isinstance(value, PerReplica):
+        raise WrongTypeError(f"Variable {name!r} got a PerReplica initial value; all replicas start from the same one.")
+    if isinstance(value, torch.Tensor) and dtype is not None:
+        value = value.detach().to(dtype)
+    return to_tensor(value, dtype, "Variable")
+
+
+def spans_processes(strategy: Strategy) -> bool:
+    return len(strategy._engine.local_replicas) < strategy._engine.num_replicas
+
+
+def agreed_initial(strategy: Strategy, initial: torch.Tensor) -> torch.Tensor:
+    """Rank 0's first value; in a run, that of the first replica that takes part. Every process calls it."""
+    if not spans_processes(strategy):
+        return initial
+    if context.replica_of(strategy, "Variable") is None:
+        return from_first_replica(strategy, initial)
+    gathered: torch.Tensor = strategy._engine.all_gather(initial.unsqueeze(0), 0)
+    return gathered[0].detach()
+
+
+def from_first_replica(strategy: Strategy, local: torch.Tensor) -> torch.Tensor:
+    """Replica 0's ``local`` on every process, outside of a replica's code: a sum to which the others bring zeros, so
+    that each process handles one copy, not one per replica. In one process ``local`` is replica 0's already."""
+    if not spans_processes(strategy):
+        return local
+    carrier = local.to(torch.uint8) if local.dtype == torch.bool else local
+    replicas = strategy._engine.local_replicas
+    share = carrier if replicas[0] == 0 else torch.zeros_like(carrier)
+    total: torch.Tensor = strategy._engine.reduce(ReduceOp.SUM, PerReplica((share,), replica_ids=replicas), None)
+    return total.to(local)

@@ -13,19 +13,24 @@ from torchstrat.core.devices import torch_device
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.core.values import PerReplica
-from torchstrat.core.variable.aggregation import Given
 from torchstrat.core.variable.assignment import apply, updated_replica
-from torchstrat.core.variable.creation import (
+from torchstrat.core.variable.storage import (
+    Cell,
+    DeclaredShape,
+    Edit,
+    Given,
+    Storage,
+    VariablePlacement,
     agreed_initial,
     check_mirrored,
     from_first_replica,
     initial_tensor,
     parse_aggregation,
+    parse_shape,
     parse_synchronization,
     placement_of,
     spans_processes,
 )
-from torchstrat.core.variable.storage import Cell, DeclaredShape, Edit, Storage, VariablePlacement, parse_shape
 from torchstrat.core.variable.tensor_like import TensorLike
 from torchstrat.distributed.collectives.agreement import within
 

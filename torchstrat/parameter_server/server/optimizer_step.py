@@ -24,7 +24,7 @@ import torch
 
 from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
-from torchstrat.core.host_memory import check_fits
+from torchstrat.core.memory import check_fits
 from torchstrat.core.optimizers import Gradients, Tier, is_listed, keep_elements
 from torchstrat.parameter_server.messages import (
     Accumulation,

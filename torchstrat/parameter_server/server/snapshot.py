@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
-from torchstrat.core.host_memory import check_fits
+from torchstrat.core.memory import check_fits
 from torchstrat.parameter_server.messages import AppliedPushes, CutReport, StateOfShard
 
 MORE_SERVERS = "Use more parameter servers with a variable_partitioner, or machines with more memory."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
-from torchstrat.core.host_memory import check_fits
+from torchstrat.core.memory import check_fits
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import FRESH, AnswerCopies, AnswerMemory
 from torchstrat.parameter_server.messages import (

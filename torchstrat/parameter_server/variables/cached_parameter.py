@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat.core import _torch_private, hook_registrations
+from torchstrat.core import _torch_private, gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
@@ -274,10 +274,10 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 _REGISTERS_HOOK = frozenset(
     {
-        hook_registrations.register_hook,
-        hook_registrations.register_post_accumulate_grad_hook,
-        hook_registrations.told_hook,
-        hook_registrations.told_post_accumulate_grad_hook,
+        gradients.register_hook,
+        gradients.register_post_accumulate_grad_hook,
+        gradients.told_hook,
+        gradients.told_post_accumulate_grad_hook,
     }
 )
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of the class

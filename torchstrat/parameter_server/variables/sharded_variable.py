@@ -15,9 +15,8 @@ import torch
 
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.core.variable.creation import initial_tensor
-from torchstrat.core.variable.storage import parse_shape, to_tensor
-from torchstrat.core.variable.tensor_operators import TensorOperators, open_tensor
+from torchstrat.core.variable.storage import initial_tensor, parse_shape, to_tensor
+from torchstrat.core.variable.tensor_like import TensorOperators, open_tensor
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import EditOp
 from torchstrat.parameter_server.partitioners import row_offsets, shards_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.core import hook_registrations
+from torchstrat.core import gradients
 
 
 def getters(*names: str) -> set[Any]:
@@ -27,8 +27,8 @@ METADATA = {
     torch.Tensor.is_complex,
     torch.Tensor.get_device,
     torch.Tensor.__len__,
-    hook_registrations.register_hook,
-    hook_registrations.told_hook,
+    gradients.register_hook,
+    gradients.told_hook,
     torch.Tensor.retain_grad,
     torch.is_floating_point,
     torch.is_complex,

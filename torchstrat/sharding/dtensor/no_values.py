@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from torchstrat.core import hook_registrations
+from torchstrat.core import gradients
 from torchstrat.core.errors import ContextError
 from torchstrat.core.operands import tensors_in
-from torchstrat.core.piece_kinds import piece_of
+from torchstrat.core.pieces import piece_of
 from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses
 from torchstrat.sharding.dtensor.metadata import METADATA, getters
 
@@ -63,8 +63,8 @@ _NEEDS_NO_VALUES = METADATA | {
     _requires_grad.__set__,
     _hooks.__set__,
     torch.Tensor.requires_grad_,
-    hook_registrations.register_post_accumulate_grad_hook,
-    hook_registrations.told_post_accumulate_grad_hook,
+    gradients.register_post_accumulate_grad_hook,
+    gradients.told_post_accumulate_grad_hook,
     torch.Tensor.__repr__,
     torch.Tensor.__format__,
     torch.Tensor.__hash__,

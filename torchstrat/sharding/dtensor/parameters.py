@@ -33,10 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchstrat.core._torch_private import DisableTorchFunction, swap_tensor_impl
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.gradients import GradientHook
-from torchstrat.core.piece_kinds import class_of_pieces, piece_of, plain_kind
+from torchstrat.core.pieces import WholeValue, class_of_pieces, piece_of, plain_kind, stands_for
 from torchstrat.core.randomness import state_of
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.core.whole_values import WholeValue, stands_for
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.dtensor.axes import Cut

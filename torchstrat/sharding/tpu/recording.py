@@ -20,7 +20,7 @@ from torchstrat.core.errors import WrongTypeError
 from torchstrat.core.reachable import Start
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, as_tensor, gather_components
 from torchstrat.core.values import DistributedValues, PerReplica
-from torchstrat.core.variable.aggregation import Given
+from torchstrat.core.variable.storage import Given
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights, Meet

@@ -22,11 +22,9 @@ from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.value_functions import local_results
-from torchstrat.core.values import Mirrored, PerReplica, require_callable, select_replica
+from torchstrat.core.values import Mirrored, PerReplica, local_results, require_callable, select_replica
 from torchstrat.core.variable.assignment import updating
-from torchstrat.core.variable.creation import from_first_replica
-from torchstrat.core.variable.storage import VariablePlacement
+from torchstrat.core.variable.storage import VariablePlacement, from_first_replica
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.per_process.drift import PeriodicChecks

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from torchstrat.core.host_memory import available_bytes
+from torchstrat.core.memory import available_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _KEPT_FREE_BYTES = 64 << 20

@@ -1,20 +1,52 @@
-"""The tensors that a variable's pieces are: PyTorch asks their class about everything that is done with them.
+"""Tensors that stand for a value which lies elsewhere in pieces: their class, and how to get the whole value.
 
-``torch.tensor(parameter)``, ``new_tensor``, ``torch.Tensor(parameter)`` and what else PyTorch reports as no function
-call operators in the end, and a class with ``__torch_dispatch__`` hears of these. It calls them again, which PyTorch
-reports: to the classes that refuse what they do not know, in a step (`torchstrat.sharding.dtensor.step`) and outside of
-runs (`torchstrat.sharding.dtensor.no_values`). The backend's own work, where functions are not reported, goes through.
+Their classes have ``__torch_dispatch__`` and so hear of what PyTorch reports as no function
+(``torch.tensor(parameter)``, ``new_tensor``, ``torch.Tensor(parameter)``): these call operators in the end. They call
+them again, which PyTorch reports: to the classes that refuse what they do not know, in a step
+(`torchstrat.sharding.dtensor.step`) and outside of runs (`torchstrat.sharding.dtensor.no_values`). The backend's own
+work, where functions are not reported, goes through.
+
+Checkpoints ask for whole values; the backend that cuts variables says how to get them and how to give others.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchstrat.core._torch_private import DisableTorchDispatch
+
+
+class WholeValue(NamedTuple):
+    """``get`` and ``put`` may involve other processes, which then make the same calls."""
+
+    get: Callable[[], torch.Tensor]
+    put: Callable[[torch.Tensor], None]
+
+
+_known: dict[int, tuple[weakref.ref[torch.Tensor], WholeValue]] = {}
+
+
+def stands_for(tensor: torch.Tensor, value: WholeValue) -> None:
+    """``tensor``, for as long as it lives. ``value`` must not keep it alive."""
+    key = id(tensor)
+
+    def forget(reference: Any) -> None:
+        if key in _known and _known[key][0] is reference:
+            del _known[key]
+
+    _known[key] = weakref.ref(tensor, forget), value
+
+
+def whole_value_of(tensor: torch.Tensor) -> WholeValue | None:
+    """None for a tensor that has its value itself."""
+    found = _known.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None
+
 
 _PLAIN = "_plain_kind"
 
