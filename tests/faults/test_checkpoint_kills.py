@@ -23,7 +23,7 @@ from tests.faults.disk_log import Change, ForgetfulDisk, Tree, changes_of, kille
 from tests.faults.forked import in_fork
 from tests.support.checkpoints import Held
 from torchstrat import Checkpoint
-from torchstrat.checkpoint import entries, files
+from torchstrat.checkpoint import files
 from torchstrat.errors import InvalidArgumentError
 
 NAME = "saved"
@@ -74,7 +74,7 @@ def outcome_of(folder: Path) -> str:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of many blocks, each of which is written in several parts."""
     monkeypatch.setattr(files, "BLOCK_BYTES", 2048)
-    monkeypatch.setattr(entries, "STEP_BYTES", 1024)
+    monkeypatch.setattr(files, "STEP_BYTES", 1024)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from torch import nn
 
 import torchstrat as ts
 import torchstrat.checkpoint.processes
-import torchstrat.checkpoint.saving
 import torchstrat.checkpoint.writing
 import torchstrat.distributed.collectives.stop_agreement
 import torchstrat.sharding.dtensor.launch  # what cells would import in their forks, each for itself

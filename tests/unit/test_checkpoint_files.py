@@ -27,10 +27,9 @@ from hypothesis import strategies as st
 from tests.faults.forked import in_fork
 from tests.support.checkpoints import data_file, same, torch_alone
 from torchstrat import Checkpoint, CheckpointManager, consolidate
-from torchstrat.checkpoint import disk, entries, files, finished, manifest, reading, saving
+from torchstrat.checkpoint import disk, files, manifest, numbered, reading, writing
 from torchstrat.checkpoint.disk import NewFile
-from torchstrat.checkpoint.entries import BlockSource, memory_of
-from torchstrat.checkpoint.files import read, write_metadata, write_part
+from torchstrat.checkpoint.files import BlockSource, memory_of, read, write_metadata, write_part
 from torchstrat.checkpoint.folder import written_whole
 from torchstrat.checkpoint.items import Writes
 from torchstrat.checkpoint.manifest import NAME, check_file, checked, read_manifest, write_manifest
@@ -74,7 +73,7 @@ def values_of(path: Path, *pieces: Piece) -> list[Any]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 256)
-    monkeypatch.setattr(entries, "STEP_BYTES", 64)
+    monkeypatch.setattr(files, "STEP_BYTES", 64)
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------
@@ -452,7 +451,7 @@ def test_a_save_whose_thread_has_not_begun_is_under_way(tmp_path: Path, monkeypa
     checkpoint = Checkpoint(table=torch.ones(3))
     late: list[threading.Thread] = []
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "TURN_TIMEOUT", timedelta(milliseconds=50))
+        patched.setattr(writing, "TURN_TIMEOUT", timedelta(milliseconds=50))
         patched.setattr(threading.Thread, "start", lambda thread: late.append(thread))
         handle = checkpoint.save(tmp_path / "first", asynchronous=True)
         for call in (checkpoint.save, checkpoint.restore):
@@ -486,15 +485,15 @@ def test_a_launcher_that_was_told_marks_what_has_ended(tmp_path: Path) -> None:
                 manager.save(Checkpoint(weight=torch.zeros(3)), step)
             manager.close(finished=is_finished)
 
-    with finished.told_directories() as mark:
+    with numbered.told_directories() as mark:
         job("a", 3, is_finished=False)
         job("b", 4)
-        assert finished.last_step(tmp_path / "a") is None
+        assert numbered.last_step(tmp_path / "a") is None
         job("empty", is_finished=False)
         mark()
-    assert [finished.last_step(tmp_path / name) for name in ("a", "b", "empty")] == [3, 4, None]
+    assert [numbered.last_step(tmp_path / name) for name in ("a", "b", "empty")] == [3, 4, None]
     job("a", 5, is_finished=False)  # nobody wants to know
-    assert finished.last_step(tmp_path / "a") is None
+    assert numbered.last_step(tmp_path / "a") is None
 
 
 # -- what it takes to import ------------------------------------------------------------------------------------------

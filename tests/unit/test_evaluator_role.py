@@ -15,7 +15,7 @@ from torchstrat.app import build, data, train
 from torchstrat.app.config import experiment_from_mapping
 from torchstrat.app.launch import Run
 from torchstrat.app.loop import loss_of, planned_steps, score
-from torchstrat.checkpoint.finished import mark_finished
+from torchstrat.checkpoint.numbered import mark_finished
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 

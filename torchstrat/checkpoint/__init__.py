@@ -38,7 +38,7 @@ What lives on parameter servers: `torchstrat.parameter_server.variables.server_c
 from torchstrat.checkpoint.checkpoint import Checkpoint
 from torchstrat.checkpoint.consolidate import consolidate
 from torchstrat.checkpoint.manager import CheckpointManager
-from torchstrat.checkpoint.saving import SaveHandle
 from torchstrat.checkpoint.selection import SkippedKeys
+from torchstrat.checkpoint.writing import SaveHandle
 
 __all__ = ["Checkpoint", "CheckpointManager", "SaveHandle", "SkippedKeys", "consolidate"]

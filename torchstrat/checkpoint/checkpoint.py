@@ -22,9 +22,8 @@ from torchstrat.parameter_server.variables.sharded_variable import ShardedVariab
 if TYPE_CHECKING:
     from torchstrat.checkpoint.items import Item, Reads
     from torchstrat.checkpoint.processes import Processes
-    from torchstrat.checkpoint.saving import SaveHandle
     from torchstrat.checkpoint.selection import Selection, SkippedKeys
-    from torchstrat.checkpoint.writing import State
+    from torchstrat.checkpoint.writing import SaveHandle, State
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 
 logger = logging.getLogger("torchstrat.checkpoint")
@@ -106,8 +105,7 @@ class Checkpoint:
         target = _absolute(path)
         # Imported here: torch.distributed.checkpoint takes a while to load.
         from torchstrat.checkpoint.processes import all_processes
-        from torchstrat.checkpoint.saving import SaveHandle, here_and_now, in_background, turns
-        from torchstrat.checkpoint.writing import take, write
+        from torchstrat.checkpoint.writing import SaveHandle, here_and_now, in_background, take, turns, write
 
         handle, what = SaveHandle(target), f"saving {target}"
         taken: list[State] = []
@@ -186,8 +184,8 @@ class Checkpoint:
         self._require_outside("restore")
         from torchstrat.checkpoint.items import make_items
         from torchstrat.checkpoint.processes import all_processes
-        from torchstrat.checkpoint.saving import turns
         from torchstrat.checkpoint.selection import Selection
+        from torchstrat.checkpoint.writing import turns
 
         target = _absolute(path)
         selection = Selection.of(only, strict, self._objects)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.checkpoint import disk
-from torchstrat.checkpoint.module_state import Versions, versions_path, with_versions
+from torchstrat.checkpoint.items import Versions, versions_path, with_versions
 from torchstrat.checkpoint.optimizer_item import OTHER_STATE
 from torchstrat.checkpoint.pieces import (
     OWN,

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from torchstrat.checkpoint.finished import clear_finished, mark_finished, tell
-from torchstrat.checkpoint.numbered import NumberedCheckpoints
-from torchstrat.checkpoint.writer_lock import WriterLock
+from torchstrat.checkpoint.folder import WriterLock
+from torchstrat.checkpoint.numbered import NumberedCheckpoints, clear_finished, mark_finished, tell
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import misfit
@@ -26,7 +25,7 @@ from torchstrat.parameter_server.server_loss import OnServerLoss, RaiseLoss, not
 if TYPE_CHECKING:
     from torchstrat.checkpoint.checkpoint import Checkpoint
     from torchstrat.checkpoint.processes import Processes
-    from torchstrat.checkpoint.saving import SaveHandle
+    from torchstrat.checkpoint.writing import SaveHandle
 
 
 class PendingSaves:
@@ -365,7 +364,7 @@ class CheckpointManager:
 
     def _look_at(self, step: int) -> tuple[bool, str | None]:
         """Whether it is gone, and its damage."""
-        from torchstrat.checkpoint.damage import damage_of
+        from torchstrat.checkpoint.stored import damage_of
 
         if step not in self._numbered.steps():
             return True, None

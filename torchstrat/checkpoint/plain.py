@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.checkpoint.items import Item, TensorsItem
-from torchstrat.checkpoint.module_state import Versions, versions_of, versions_path
+from torchstrat.checkpoint.items import Item, TensorsItem, Versions, versions_of, versions_path
 from torchstrat.checkpoint.optimizer_item import OTHER_STATE, OptimizerItem
 from torchstrat.checkpoint.pieces import OWN, STRUCTURE, KeyPath, Piece, flatten, is_block, key_of, structure_of
 from torchstrat.checkpoint.safetensors_file import mapped, versions_in

@@ -29,10 +29,10 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 
-from torchstrat.checkpoint.entries import memory_of
 from torchstrat.checkpoint.manifest import Entry, FileCheck, contents_differ, size_differs
 from torchstrat.checkpoint.pieces import KeyPath, Piece, key_of
 from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.tensor_bytes import memory_of
 
 _STEP_BYTES = 1 << 20
 _AT_A_TIME = 4

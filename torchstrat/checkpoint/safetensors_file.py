@@ -22,9 +22,9 @@ from typing import IO, Any
 
 import torch
 
-from torchstrat.checkpoint.entries import memory_of
-from torchstrat.checkpoint.module_state import Versions
+from torchstrat.checkpoint.items import Versions
 from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.tensor_bytes import memory_of
 
 _DTYPES: dict[str, torch.dtype] = {
     code: dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 
@@ -12,6 +14,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     see it as bytes; so those that ``view(-1)`` has taken along are replaced.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, of any dtype, where they are."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    held.of = tensor  # type: ignore[attr-defined]  # it stays for as long as the view is used
+    return memoryview(held).cast("B")
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from torchstrat.checkpoint.finished import told_directories
+from torchstrat.checkpoint.numbered import told_directories
 from torchstrat.checkpoint.preemption import EXIT_CODE
 from torchstrat.core.errors import TorchstratError
 from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER

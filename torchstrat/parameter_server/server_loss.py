@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
-    from torchstrat.checkpoint.saving import SaveHandle
+    from torchstrat.checkpoint.writing import SaveHandle
     from torchstrat.parameter_server.dispatcher import Dispatcher
     from torchstrat.parameter_server.messages import EditOp, VariableSpec
     from torchstrat.parameter_server.variables.remote_access import VariableAccess
@@ -249,7 +249,7 @@ class CoordinatorAccess:
 
 def not_saved(path: Path) -> SaveHandle:
     """The handle of a save that a loss has ended."""
-    from torchstrat.checkpoint.saving import SaveHandle
+    from torchstrat.checkpoint.writing import SaveHandle
 
     problem = f"{path} was not saved: a parameter server was lost, and all servers went back to an earlier checkpoint."
     logger.warning(problem)

@@ -248,7 +248,7 @@ class ParameterServerStrategy(Strategy):
         _open.discard(self)
         if not self._is_worker and self._connected is not None:
             # Imported here: checkpoints import what strategies are made of.
-            from torchstrat.checkpoint.saving import wait_for_saves
+            from torchstrat.checkpoint.writing import wait_for_saves
 
             wait_for_saves()
             job, self._connected = self._connected, None

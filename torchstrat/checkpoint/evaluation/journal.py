@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchstrat.checkpoint.folder import WriterLock
 from torchstrat.checkpoint.manifest import sync_folder
-from torchstrat.checkpoint.writer_lock import WriterLock
 from torchstrat.core.errors import InvalidArgumentError
 
 NAME = "metrics.jsonl"

@@ -28,9 +28,9 @@ from torch import nn
 
 from torchstrat.checkpoint.checkpoint import Checkpoint
 from torchstrat.checkpoint.evaluation.journal import Evaluation, Journal
-from torchstrat.checkpoint.finished import last_step
 from torchstrat.checkpoint.folder import is_checkpoint
 from torchstrat.checkpoint.manifest import NAME as MANIFEST
+from torchstrat.checkpoint.numbered import last_step
 from torchstrat.core import nest
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
 from torchstrat.data import unmarked
@@ -444,7 +444,7 @@ class SidecarEvaluator:
         return processes.of_first(lambda: self._is_what_was_found(found, error), _CHOICE)
 
     def _is_what_was_found(self, found: Found, error: Exception | None) -> bool:
-        from torchstrat.checkpoint.damage import damage_of
+        from torchstrat.checkpoint.stored import damage_of
 
         self._last_news = self._clock.now()
         now = fingerprint(found.folder)
