@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.faults.counting import PATIENCE_SECONDS, wait_until
-from torchstrat.testing._process import forking
+from torchstrat.testing.spawn import forking
 
 
 class Outcome(NamedTuple):

@@ -24,7 +24,7 @@ from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.replicas.central.state import CentralState
 from torchstrat.replicas.in_process import baton
 from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.replicas.steps_outside import StepsOutside
+from torchstrat.replicas.optimizer_step import StepsOutside
 
 Plant = Callable[[], AbstractContextManager[object]]
 

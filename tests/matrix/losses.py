@@ -26,7 +26,7 @@ from torchstrat import ReduceOp
 from torchstrat.core import losses as own_losses
 from torchstrat.core.values import DistributedValues
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.replicas import collective_functions, engine, graph_checks
+from torchstrat.replicas import backward_pass, collective_functions, engine
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_reducer import GradientReducer
 
@@ -301,7 +301,7 @@ def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
 FAULTS = (
     PlantedFault(
         "whoever uses a table that lookups scale takes it for another lookup",
-        _sees_each(graph_checks, "_used_as_a_whole", lambda _: lambda roots, is_scaled: None),
+        _sees_each(backward_pass, "_used_as_a_whole", lambda _: lambda roots, is_scaled: None),
         _at("table with max_norm, its rows and all of it", "even", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(

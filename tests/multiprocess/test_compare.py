@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.testing import compare, verify
+from torchstrat.testing import compare
 from torchstrat.testing.training import regression
 
 
@@ -99,13 +99,13 @@ def words(module: str, step: str, *strategies: str) -> list[str]:
 
 
 def test_a_right_program(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify.main(words(__name__, "step", "torchrun mirrored", "mirrored x4")) == 0
+    assert compare.main(words(__name__, "step", "torchrun mirrored", "mirrored x4")) == 0
     assert capsys.readouterr().out == RIGHT
 
 
 def test_a_function_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        verify.main(words(__name__, "stop"))
+        compare.main(words(__name__, "stop"))
     assert raised.value.code == 2
     assert f"'{__name__}:stop' cannot be loaded" in capsys.readouterr().err
 
@@ -116,7 +116,7 @@ def test_a_module_in_the_working_directory(
     (tmp_path / "program_beside.py").write_text(Path(__file__).read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
-    assert verify.main(words("program_beside", "local_update", "torchrun central_storage")) == 1
+    assert compare.main(words("program_beside", "local_update", "torchrun central_storage")) == 1
     said = capsys.readouterr().out
     assert DIFFERENT in said
     assert "# here; is off by" in said

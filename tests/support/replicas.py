@@ -13,7 +13,7 @@ import pytest
 
 import torchstrat as ts
 from torchstrat.testing import contract
-from torchstrat.testing.references import one_device
+from torchstrat.testing.training import one_device
 
 
 def cpus(count: int) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.replicas import reference
 from torchstrat.testing import contract
-from torchstrat.testing.references import equal_chunks, one_device, replicas_by_hand
+from torchstrat.testing.training import equal_chunks, one_device, replicas_by_hand
 
 NO_COMPILER = [case for case in contract.CASES.values() if not case.needs_compiler]
 every_case = pytest.mark.parametrize("case", NO_COMPILER, ids=lambda case: case.name)

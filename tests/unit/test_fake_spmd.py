@@ -13,7 +13,7 @@ import torchstrat as ts
 from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.testing import fake_tpu_strategy
-from torchstrat.testing.fake_spmd import FakeSpmdRuntime
+from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 
 GRID = DeviceGrid(((0, 1, 2, 3), (4, 5, 6, 7)))
 SPLIT, STACK = Sharding.split((4,)), Sharding.split((4,)).stacked()

@@ -21,7 +21,7 @@ from tests.migration import TEXT, TITLES, losses, program, replaced, run
 from torchstrat.distributed.collectives.communication_options import in_own_words
 from torchstrat.sharding.tpu.system import system_of
 from torchstrat.testing.fake_cluster import FakeCluster
-from torchstrat.testing.fake_spmd import FakeSpmdRuntime
+from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 

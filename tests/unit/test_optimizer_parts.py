@@ -35,7 +35,7 @@ from torchstrat.core.optimizers import (
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, check_word
-from torchstrat.replicas.central.portions import Work, portions
+from torchstrat.replicas.central.state import Work, portions
 
 Make = Callable[[Any], optim.Optimizer]
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import torchstrat as ts
 from tests.support.tpu import fake_tpu, seen
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.testing.fake_spmd import FakeSpmdRuntime
+from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 
 MESH = [2, 2, 1, 2]
 """Four chips of two cores."""

@@ -23,7 +23,7 @@ from torchstrat.sharding.tpu.device_order import Tiling, ring_of_chips
 from torchstrat.sharding.tpu.runtime_devices import RuntimeDevices
 from torchstrat.sharding.tpu.system import default_mesh_shape, system_of
 from torchstrat.sharding.tpu.topology import TopologyFields, decode, encode
-from torchstrat.testing.fake_spmd import FakeSpmdRuntime
+from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 from torchstrat.tpu import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode, Topology
 
 examples = settings(max_examples=40, deadline=None, derandomize=True)

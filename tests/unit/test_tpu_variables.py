@@ -16,8 +16,7 @@ from torch import nn
 import torchstrat as ts
 from tests.support.tpu import assert_as_mirrored, fake_tpu, here, own, rows_of, seen
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.testing.fake_spmd import FakeSpmdRuntime
-from torchstrat.testing.fake_tpu import runtime_of
+from torchstrat.testing.fake_tpu import FakeSpmdRuntime, runtime_of
 from torchstrat.tpu import DeviceAssignment, Topology
 
 SUM, MEAN = ts.VariableAggregation.SUM, ts.VariableAggregation.MEAN

@@ -65,7 +65,7 @@ COMMANDS = {
     "verify": Command(
         "MODULE:BUILD MODULE:STEP MODULE:BATCHES [STRATEGY …]",
         "run a program plainly and under each strategy, and print where its numbers begin to differ",
-        "torchstrat.testing.verify:main",
+        "torchstrat.testing.compare:main",
     ),
 }
 

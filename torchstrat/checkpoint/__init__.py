@@ -3,33 +3,28 @@
 From the public class downwards::
 
     checkpoint.py      `Checkpoint`: save and restore
-    saving.py          `SaveHandle`: a save that may still be under way; one at a time
-    writing.py         the two halves of a save: the state at one moment, and its way to the disk
-    sharing.py         who of several processes writes what
+    writing.py         a save: the state at one moment, its way to the disk, the handle that tells of it
     processes.py       several processes do that together
     items.py           the objects of a checkpoint: modules, variables, anything with a state_dict
-    selection.py       which part is restored, and what becomes of names that do not fit
     optimizer_item.py  optimizers, by the names of their parameters
-    pieces.py          what things are called: paths, and pieces of tensors
-    files.py           writing pieces of tensors, and other values, to a file of each process
-    entries.py         such a file: blocks of rows, a few MB at a time, with checksums
-    stored.py          opening what is there
-    reading.py         reading pieces of it, or only checking them first
-    entry_reading.py   one entry of a file
-    manifest.py        what is where, and checksums
-    folder.py          a folder that appears whole or not at all
-    disk.py            every change on the disk
-    torch_index.py     the index for torch.distributed.checkpoint
-    torch_folder.py    what torch.distributed.checkpoint wrote
-    manager.py         `CheckpointManager`: which checkpoints to keep in one directory, and which to restore
-    numbered.py        what is in that directory
-    pending_saves.py   its asynchronous saves
-    writer_lock.py     one writer for it
-    damage.py          whether a checkpoint is what was written
     job_state.py       random numbers and counters of the job itself
+    selection.py       which part is restored, and what becomes of names that do not fit
+    pieces.py          what things are called: paths, and pieces of tensors
+    files.py           the files of each process: blocks of rows, a few MB at a time, with checksums
+    torch_index.py     the index of these for torch.distributed.checkpoint
+    torch_folder.py    what torch.distributed.checkpoint wrote
+    stored.py          opening what is there, and whether it is what was written
+    reading.py         reading pieces of it, or only checking them first
+    manifest.py        what is where, and checksums
+    folder.py          a folder that appears whole or not at all, by one writer
+    disk.py            every change on the disk
+    manager.py         `CheckpointManager`: which checkpoints to keep in one directory, and which to restore
+    numbered.py        what is in that directory, and whether there will be more
     plain.py           a plain `state_dict` in a file, as a checkpoint
-    consolidate.py     a checkpoint as a plain `state_dict` in a file
     safetensors_file.py  that format
+    consolidate.py     a checkpoint as a plain `state_dict` in a file; consolidate_command.py from the shell
+    preemption.py      `PreemptionHandler`: told to end, save first
+    evaluation/        evaluating the checkpoints of a training that runs elsewhere
 
 What lives on parameter servers: `torchstrat.parameter_server.variables.server_checkpoint` and
 `torchstrat.parameter_server.server.checkpoint_shards`.

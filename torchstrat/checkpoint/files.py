@@ -20,8 +20,6 @@ import contextlib
 import io
 import math
 import os
-import pickle
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,66 +29,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.serialization import skip_data
 
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.manifest import Entry, FileCheck, check_of
 from torchstrat.checkpoint.pieces import KeyPath, Piece, key_of
 from torchstrat.checkpoint.reading import INDEX, Stored, read
-from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.tensor_bytes import memory_of
-
-
-def packed_metadata(files: Mapping[str, FileCheck]) -> bytes:
-    """The content of its file ``.metadata``."""
-    found: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    paths = {}
-    for name, check in files.items():
-        for offset, entry in check.by_offset():
-            key = key_of(entry.path)
-            paths[key] = entry.path
-            index = MetadataIndex(key)
-            if entry.shape is None:
-                found[key] = BytesStorageMetadata()
-            else:
-                chunk = _chunk(entry, entry.shape)
-                tensor = found.setdefault(key, _described(entry, entry.shape))
-                index = MetadataIndex(key, chunk.offsets, len(tensor.chunks))
-                tensor.chunks.append(chunk)
-            places[index] = _torch_private.place_in_checkpoint_file(name, offset, entry.bytes)
-    return pickle.dumps(
-        Metadata(
-            state_dict_metadata=found,
-            planner_data=paths,
-            storage_data=places,
-            storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
-            version=_torch_private.checkpoint_version(),
-        )
-    )
-
-
-def _described(entry: Entry, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-
-
-def _chunk(entry: Entry, shape: tuple[int, ...]) -> ChunkStorageMetadata:
-    if not shape:
-        return ChunkStorageMetadata(torch.Size(()), torch.Size(()))
-    inner = shape[1:]
-    return ChunkStorageMetadata(torch.Size((entry.first, *[0] * len(inner))), torch.Size((entry.rows, *inner)))
-
 
 STEP_BYTES = 2 << 20
 """About so much of a block is in memory at a time, beside what it is taken from."""
@@ -323,6 +269,9 @@ def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> FileCheck:
     files = {name: check for part in parts for name, check in part.files.items()}
     _require_whole(files)
     # Imported here: the package is needed by the one process that writes this, and its import takes seconds.
+
+    # Imported here: the package is needed by the one process that writes this, and its import takes seconds.
+    from torchstrat.checkpoint.torch_index import packed_metadata
 
     packed = packed_metadata(files)
     with NewFile(folder / INDEX) as file:

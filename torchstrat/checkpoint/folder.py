@@ -194,7 +194,7 @@ def _sweep(path: Path) -> None:
                     disk.remove_tree(folder)
 
 
-NAME = ".writer.lock"
+LOCK = ".writer.lock"
 
 _NOT_SUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -226,7 +226,7 @@ class WriterLock:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise InvalidArgumentError(f"no checkpoints can be written to {self._directory}: {error}") from error
         try:
@@ -242,7 +242,7 @@ class WriterLock:
             ) from None
         except OSError as error:
             os.close(descriptor)
-            raise InvalidArgumentError(f"{self._directory / NAME} cannot be written: {error}") from error
+            raise InvalidArgumentError(f"{self._directory / LOCK} cannot be written: {error}") from error
         self._descriptor = descriptor
         _held.add(self)
 

@@ -3,8 +3,8 @@
 Under the name ``torchstrat``, which no object of a user's may have::
 
     torchstrat.process_0.torch          the default generator of the process of rank 0; ….cuda.cuda_0, ….python, ….numpy
-    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.core.randomness`; and what it has
-                                        for itself where replicas step their own, see `torchstrat.replicas.local_state`
+    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.core.randomness`; and what it has for
+                                        itself where replicas step their own: `torchstrat.replicas.local_updates`
     torchstrat.parameter_servers        the seed of scheduled functions, and how many have ended
 
 `strategy_0` is the strategy that the objects belong to. Another number of processes or replicas takes what it finds of
@@ -29,7 +29,7 @@ from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatt
 from torchstrat.core import context
 from torchstrat.core.randomness import seedings, state_of
 from torchstrat.core.variable.variable import Variable
-from torchstrat.replicas.local_state import OwnValues, mean_of, put_values
+from torchstrat.replicas.local_updates import OwnValues, mean_of, put_values
 from torchstrat.replicas.roster import Rosters
 
 if TYPE_CHECKING:

@@ -111,7 +111,7 @@ class NumberedCheckpoints:
         return aside
 
 
-NAME = "finished.json"
+FINISHED = "finished.json"
 _DIRECTORIES = "TORCHSTRAT_CHECKPOINT_DIRECTORIES"
 """A file of the launcher's, for the directories into which its program writes checkpoints."""
 
@@ -121,13 +121,13 @@ def mark_finished(directory: Path, step: int) -> None:
 
     Raises `InvalidArgumentError` where it cannot be written.
     """
-    unfinished = directory / f".{NAME}.{uuid.uuid4().hex}"
+    unfinished = directory / f".{FINISHED}.{uuid.uuid4().hex}"
     try:
         with unfinished.open("w", encoding="utf-8") as stream:
             json.dump({"step": step}, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        unfinished.replace(directory / NAME)
+        unfinished.replace(directory / FINISHED)
         sync_folder(directory)
     except OSError as error:
         raise InvalidArgumentError(f"the end of training cannot be marked in {directory}: {error}") from error
@@ -138,14 +138,14 @@ def mark_finished(directory: Path, step: int) -> None:
 def clear_finished(directory: Path) -> None:
     """Training goes on. Nothing happens where there is no mark."""
     try:
-        (directory / NAME).unlink(missing_ok=True)
+        (directory / FINISHED).unlink(missing_ok=True)
     except OSError as error:
-        raise InvalidArgumentError(f"{directory / NAME} cannot be removed: {error}") from error
+        raise InvalidArgumentError(f"{directory / FINISHED} cannot be removed: {error}") from error
 
 
 def last_step(directory: Path) -> int | None:
     """The step at which training ended; None while it has not. Raises `InvalidArgumentError` for a mark by others."""
-    file = directory / NAME
+    file = directory / FINISHED
     try:
         step = json.loads(file.read_text(encoding="utf-8"))["step"]
     except (FileNotFoundError, NotADirectoryError):

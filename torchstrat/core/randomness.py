@@ -60,7 +60,7 @@ def stream_seed(seed: int, replica: int) -> int:
 
 
 ROUND = "round"
-"""Among what checkpoints have of a replica, beside its streams: see `torchstrat.replicas.local_state`."""
+"""Among what checkpoints have of a replica, beside its streams: see `torchstrat.replicas.local_updates`."""
 
 
 class ReplicaStreams:

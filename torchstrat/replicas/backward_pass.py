@@ -1,18 +1,42 @@
-"""What replicas do in the midst of a backward pass, and at its end.
+"""A backward pass as replicas make it: what its graph tells of the step before, what they do in its midst, and at its
+end.
 
 Hooks of the user's own may wait for a gradient: then replicas combine one after the other, in an order that they have
 to agree on. Gradients of ``backward(create_graph=True)`` are combined so that a penalty on them can be differentiated.
+
+The graph tells whether the losses are such that the gradients of replicas combined are that of the global batch. Two
+common ones are not: a sum, whose gradients would have to be added up, and a mean over labels of which some are ignored,
+whose replicas count by their rows and not by their labels. It is looked at in the first run that has a backward pass,
+and never after. An embedding that divides gradients by how often an id occurs is as wrong, whatever the loss is.
+Modules tell of it.
+
+A table with ``max_norm``: one device scales the rows of the whole batch before anything else reads the table
+(``hidden @ table.weight.T``, a norm of it). Each replica has scaled only those of its own part by then, and reads
+others than one device would. That is looked at in every run of a strategy that has such tables, and refused.
+
+Not told: a sum that is divided by something, which may be the mean over rows; tables that no `torch.nn` module holds
+(`torch.nn.functional.embedding` with a parameter); uses without a gradient or with one by `torch.autograd.grad`; what a
+compiled function computed, whose graph does not say it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
-from torchstrat.core._torch_private import uncompiled
+from torchstrat.core._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_of, uncompiled
+from torchstrat.core.context import get_replica_context
 from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
+from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.variables import VariableRegistry
+from torchstrat.replicas.engine import StepWeights
+from torchstrat.replicas.renormed_rows import renormed_weights
 
 
 class EndOfPass:
@@ -129,3 +153,164 @@ def combine_with_graphs(
 
 def has_graph(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.requires_grad
+
+
+_NOTHING = nullcontext()
+_ADDING = frozenset({"AddBackward0", "SubBackward0", "NegBackward0"})
+_SCALING = frozenset({"DivBackward0", "MulBackward1"})  # as for several backward passes a step, or smoothed labels
+_MOST_NODES = 32
+
+_SUM = (
+    "the step minimises the sum of a loss over its rows (reduction='sum'), and the strategy averages gradients over "
+    "replicas, so that they are those of one device divided by the number of replicas. Build the strategy with "
+    "gradient_reduce_op='sum', or divide the loss: ts.global_mean(loss, rows) is the mean over the global batch."
+)
+_IGNORED = (
+    "the step minimises a mean over labels of which some are ignored (ignore_index), and the rows of a replica differ "
+    "in how many count. Gradients are weighted by rows, so they are not those of one device. Use ts.global_mean(loss "
+    "with reduction='sum', number of labels that count), or call get_replica_context().set_weight(that number)."
+)
+_FREQUENCIES = (
+    "an embedding with scale_grad_by_freq=True divides the gradient of an id by how often it occurs in one replica's "
+    "rows, so gradients are not those of one device, where it is how often it occurs in the global batch. Leave the "
+    "option out."
+)
+
+
+class LossCheck:
+    """Of one strategy. ``modules()``: all that it takes care of."""
+
+    def __init__(
+        self, strategy: Any, op: ReduceOp, num_replicas: int, modules: Callable[[], Iterable[nn.Module]]
+    ) -> None:
+        self._strategy, self._modules = strategy, modules
+        self._is_sum = op is ReduceOp.SUM
+        self._is_over = num_replicas == 1
+        self._found: set[str] = set()
+
+    def around(self, weights: StepWeights) -> AbstractContextManager[None]:
+        """Around a run: look at its backward passes, and warn when it has ended well."""
+        return _NOTHING if self._is_over else self._looking(weights)
+
+    @contextmanager
+    def _looking(self, weights: StepWeights) -> Iterator[None]:
+        def look(roots: Any, replica: int) -> None:
+            if not isinstance(roots, torch.Tensor) or roots.grad_fn is None:
+                return
+            self._is_over = True
+            if not self._is_sum:
+                self._found |= set(_findings(roots.grad_fn, weights.rows_of(replica)))
+            if any(getattr(module, "scale_grad_by_freq", False) for module in self._modules()):
+                self._found.add(_FREQUENCIES)
+
+        with backward_calls(self._strategy, look):
+            yield
+        if self._found and not weights.are_said:
+            for message in sorted(self._found):
+                warnings.warn(message, stacklevel=7)
+        self._found.clear()
+
+
+def _findings(root: Any, rows: int | None) -> Iterator[str]:
+    """``rows``: of this replica, where they are known."""
+    nodes, seen = [(root, False)], 0
+    while nodes and seen < _MOST_NODES:
+        node, is_scaled = nodes.pop()
+        seen += 1
+        if reduction_of(node) == SUM_OF_LOSSES and not is_scaled:
+            yield _SUM
+        if _differ_in_labels(ignored_labels(node), rows):
+            yield _IGNORED
+        is_scaling = node.name() in _SCALING
+        if is_scaling or node.name() in _ADDING:
+            nodes += [(child, is_scaled or is_scaling) for child, _ in node.next_functions if child is not None]
+
+
+def _differ_in_labels(ignored: torch.Tensor | None, rows: int | None) -> bool:
+    """Whether rows have different numbers of labels. Where each has as many (shifted texts), rows count right."""
+    if ignored is None or not rows or ignored.numel() % rows or not bool(ignored.any()):
+        return False
+    counts = ignored.reshape(rows, -1).sum(dim=1)
+    return bool((counts != counts[0]).any())
+
+
+@contextmanager
+def backward_calls(strategy: Any, look: Callable[[Any, int], None]) -> Iterator[None]:
+    """In this block ``look`` sees what is differentiated on which replica of ``strategy``; `torch.Tensor.backward` goes
+    through the same name."""
+    found = torch.autograd.backward
+
+    @functools.wraps(found)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        replica = get_replica_context()
+        if replica is not None and replica.strategy is strategy:
+            look(args[0] if args else kwargs.get("tensors"), replica.replica_id_in_sync_group)
+        return found(*args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = found
+
+
+_LOOKUPS = frozenset({"EmbeddingBackward0", "EmbeddingBagBackward0"})
+
+
+class RenormCheck:
+    """Of one strategy."""
+
+    def __init__(self, strategy: Any, num_replicas: int, registry: VariableRegistry) -> None:
+        self._strategy, self._num_replicas, self._registry = strategy, num_replicas, registry
+        self._known = (-1, False)  # the registry's count of changes, and whether there were tables
+
+    def around(self) -> AbstractContextManager[None]:
+        """Around a run: raises `UnsupportedError` out of a ``backward`` of the step."""
+        if self._num_replicas == 1:
+            return _NOTHING
+        changes = self._registry.changes
+        if self._known[0] != changes:
+            self._known = changes, bool(renormed_weights(self._registry.modules()))
+        return self._looking() if self._known[1] else _NOTHING
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        names = renormed_weights(self._registry.modules())
+        before = {id(one): one._version for one in self._registry.tensors() if id(one) in names}
+
+        def look(roots: Any, _replica: int) -> None:
+            used = _used_as_a_whole(roots, lambda one: before.get(id(one), one._version) != one._version)
+            if used is not None:
+                raise self._refused(*used)
+
+        with backward_calls(self._strategy, look):
+            yield
+
+    def _refused(self, table: torch.Tensor, by: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._registry.describe(table)} has max_norm, and the step uses it as a whole ({by}) beside looking "
+            f"rows up. A lookup scales rows in place, and each of {self._num_replicas} replicas only those of its own "
+            "part of the batch, so each would use another table than one device does. Use it in lookups only; or leave "
+            "max_norm out, and scale all rows after the optimizer's step: "
+            "with torch.no_grad(): table.weight.copy_(table.weight.renorm(2, 0, max_norm))."
+        )
+
+
+def _used_as_a_whole(roots: Any, is_scaled: Callable[[torch.Tensor], bool]) -> tuple[torch.Tensor, str] | None:
+    """A leaf that ``is_scaled``, and what uses it that is no lookup."""
+    found = roots if isinstance(roots, list | tuple) else (roots,)
+    nodes = [one.grad_fn for one in found if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    seen: set[Any] = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            leaf = getattr(child, "variable", None)
+            if leaf is not None and node.name() not in _LOOKUPS and is_scaled(leaf):
+                return leaf, node.name()
+            if child not in seen:
+                seen.add(child)
+                nodes.append(child)
+    return None

@@ -1,7 +1,7 @@
-"""How the replicas of a strategy run: the one interface behind `Strategy`, with two implementations, and how much each
-replica of a run counts in the mean gradient.
+"""The engine of a strategy, which runs its replicas: one interface with two implementations.
 
-`in_process` runs several replicas in this process, `per_process` one replica in each process of a job.
+`in_process` runs several replicas in this process, `per_process` one replica in each process of a job. Here is also how
+much each replica of a run counts in the mean gradient, and what is added to an exception that its own code raised.
 """
 
 from __future__ import annotations
@@ -273,3 +273,27 @@ def adoption_warning(adopted: list[str], strategy: Any) -> str:
         " They are treated as if made there; create modules, and the optimizer, within `with strategy.scope():`, and "
         "put a bare parameter into one of them."
     )
+
+
+def add_replica_note(error: Exception, replica: int, num_replicas: int, weights: StepWeights) -> None:
+    """Name the replica, and its rows where these may be the reason. The exception stays the user's own object."""
+    note = f"Raised on replica {replica} of {num_replicas}."
+    rows = weights.rows_of(replica)
+    if rows is not None and weights.batch is not None:
+        total = sum(weights.batch.rows)
+        note += f" It had {rows} of the {total} rows of this batch."
+        if rows <= 1 or rows < max(weights.batch.rows):
+            note += " If the step cannot work on so few, set drop_last=True on the loader or use a larger batch."
+    if num_replicas > 1 and "through the graph a second time" in str(error):
+        note += (
+            " If replicas run in one process, they share Python objects: a graph that one has left in a list or object "
+            "of the program's is used up by another. Keep it in an attribute of a module, or return it from the step."
+        )
+    add_note(error, note)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10 has no notes
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

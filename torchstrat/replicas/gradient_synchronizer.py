@@ -21,9 +21,8 @@ from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import agree, agree_and_sum, all_equal
 from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.replicas.backward_pass import EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
-from torchstrat.replicas.buckets import Plan, Plans
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
-from torchstrat.replicas.gradient_reducer import GradientReducer, Owners, as_dense
+from torchstrat.replicas.gradient_reducer import GradientReducer, Owners, Plan, Plans, as_dense
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.transfer import broadcast_gradients

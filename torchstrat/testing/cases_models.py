@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import torchstrat as ts
-from torchstrat.testing.references import in_process_replicas, no_numbers, replicas_by_hand
 from torchstrat.testing.training import (
     Batch,
     Case,
@@ -23,10 +22,13 @@ from torchstrat.testing.training import (
     adam,
     classification,
     filled,
+    in_process_replicas,
     named,
+    no_numbers,
     plain_step,
     plain_training,
     regression,
+    replicas_by_hand,
     sgd,
     squared_error,
     train_step,

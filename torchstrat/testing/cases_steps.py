@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.testing.references import no_numbers
 from torchstrat.testing.training import (
     STEPS,
     Batch,
@@ -19,6 +18,7 @@ from torchstrat.testing.training import (
     Training,
     adam,
     named,
+    no_numbers,
     plain_step,
     regression,
     scale,

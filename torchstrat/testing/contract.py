@@ -27,8 +27,7 @@ from torchstrat.testing import (
     cases_optimizers,
     cases_steps,
 )
-from torchstrat.testing.references import named_losses, reference, step_for
-from torchstrat.testing.training import Case, Snapshot, Training, read
+from torchstrat.testing.training import Case, Snapshot, Training, named_losses, read, reference, step_for
 
 __all__ = [
     "APART",

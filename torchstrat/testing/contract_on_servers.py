@@ -15,8 +15,7 @@ import torch
 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.testing.contract import CASES
-from torchstrat.testing.references import named_losses, step_for
-from torchstrat.testing.training import Batch, Case, Snapshot, read
+from torchstrat.testing.training import Batch, Case, Snapshot, named_losses, read, step_for
 
 FETCH_SECONDS = 120.0
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from torchstrat.core.errors import ContextError, UnsupportedError
-from torchstrat.testing.references import named_losses, step_for
-from torchstrat.testing.training import Case, Snapshot, read
+from torchstrat.testing.training import Case, Snapshot, named_losses, read, step_for
 
 REFUSED: Mapping[str, type[Exception]] = {
     "lbfgs": ContextError,  # reads the loss

@@ -69,7 +69,7 @@ def torchrun(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     The function may be one of the test's own. A process that raises, hangs or dies is a `WorkersError` that shows it.
     """
     from torchstrat.testing import spawn
-    from torchstrat.testing._travel import by_value
+    from torchstrat.testing._child import by_value
 
     if request.config.getoption("importmode") != "importlib":
         return spawn

@@ -9,7 +9,7 @@ from typing import Any
 import torchstrat as ts
 from tests.conformance.harness import Case, Difference, opened
 from torchstrat.sharding.tpu.system import system_of
-from torchstrat.testing.fake_spmd import FakeSpmdRuntime
+from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 from torchstrat.tpu import DeviceAssignment, Topology
 
 

@@ -27,8 +27,7 @@ from torchstrat.distributed.collectives.shared_memory.common_memory import Commo
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters
-from torchstrat.replicas.central.portions import Part, Work, portions
-from torchstrat.replicas.central.state import CentralState, Made, tensors_of
+from torchstrat.replicas.central.state import CentralState, Made, Part, Work, portions, tensors_of
 from torchstrat.replicas.renormed_rows import Rows, may_be_table, put_rows, scaled_rows
 
 _MISSING = object()

@@ -13,7 +13,7 @@ from torchstrat.core._torch_private import set_version_counters
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.variables import BufferSlot
-from torchstrat.replicas.local_state import OwnValues
+from torchstrat.replicas.local_updates import OwnValues
 
 
 class _BufferState:

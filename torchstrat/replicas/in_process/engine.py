@@ -31,25 +31,37 @@ from torchstrat.core.values import DistributedValues, PerReplica, batches_among,
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.data.layout import InputLayout
 from torchstrat.replicas import optimizer_state
+from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning, regroup
-from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
+from torchstrat.replicas.engine import (
+    MakesRounds,
+    ReplicaStates,
+    StepWeights,
+    add_replica_note,
+    adoption_warning,
+    regroup,
+)
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.local_components import LocalComponents
 from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
-from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
-from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
+from torchstrat.replicas.local_updates import (
+    LocalRounds,
+    OwnValues,
+    ReplicaRounds,
+    refuse_check,
+    refuse_merge_call,
+    require_rows_for_all,
+)
 from torchstrat.replicas.newborn import Newborn, parameters_of
+from torchstrat.replicas.optimizer_step import StepsOutside
 from torchstrat.replicas.state import (
     DifferingEdits,
     data_edited_differently,
     edited_differently,
     state_edited_differently,
 )
-from torchstrat.replicas.step_errors import add_replica_note
-from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 

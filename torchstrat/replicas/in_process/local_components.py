@@ -14,7 +14,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.local_state import OwnValues, put_values
+from torchstrat.replicas.local_updates import OwnValues, put_values
 from torchstrat.replicas.roster import Roster
 
 

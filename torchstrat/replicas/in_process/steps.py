@@ -20,7 +20,7 @@ from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
-from torchstrat.replicas.local_rounds import LocalRounds
+from torchstrat.replicas.local_updates import LocalRounds
 from torchstrat.replicas.optimizer_state import real_state
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
 from torchstrat.replicas.state import (

@@ -39,10 +39,18 @@ from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
 from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas import optimizer_state
+from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning
+from torchstrat.replicas.engine import (
+    MakesRounds,
+    ReplicaStates,
+    StepWeights,
+    add_note,
+    add_replica_note,
+    adoption_warning,
+)
 from torchstrat.replicas.exchange import (
     Gathered,
     gather_components,
@@ -53,9 +61,8 @@ from torchstrat.replicas.exchange import (
     weighted_mean,
 )
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
+from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, put_hooks, remove_hooks
 from torchstrat.replicas.per_process.drift import compare
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
@@ -65,8 +72,6 @@ from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings
-from torchstrat.replicas.step_errors import add_note, add_replica_note
-from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"

@@ -21,15 +21,21 @@ from torchstrat.core.values import PerReplica, select_replica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree
 from torchstrat.distributed.collectives.communicator import Communicator
-from torchstrat.replicas.engine import MakesRounds, StepWeights
-from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
-from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
+from torchstrat.replicas.engine import MakesRounds, StepWeights, add_replica_note
+from torchstrat.replicas.local_updates import (
+    LocalRounds,
+    OwnValues,
+    ReplicaRounds,
+    put_values,
+    refuse_check,
+    refuse_merge_call,
+    require_rows_for_all,
+)
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
 from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import Trace, trace, trace_of
-from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.update_policies import LocalUpdate
 

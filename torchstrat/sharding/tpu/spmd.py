@@ -1,6 +1,6 @@
 """What the TPU strategy needs of a compiler runtime, which runs one program on many devices and cuts tensors over them.
 
-torch_xla is behind `torchstrat.sharding.tpu.runtime`, the plain CPU behind `torchstrat.testing.fake_spmd`. A third one
+torch_xla is behind `torchstrat.sharding.tpu.runtime`, the plain CPU behind `torchstrat.testing.fake_tpu`. A third one
 fills this protocol and nothing else; `torchstrat/sharding/tpu/README.md` says what each method has to guarantee.
 """
 

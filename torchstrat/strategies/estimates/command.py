@@ -11,8 +11,7 @@ from typing import Any
 from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.partitioners import MinSizePartitioner
-from torchstrat.strategies.estimates.estimate import DEVICES, estimate
-from torchstrat.strategies.estimates.program import optimizer_named
+from torchstrat.strategies.estimates.estimate import DEVICES, estimate, optimizer_named
 
 
 def main(words: Sequence[str]) -> int:

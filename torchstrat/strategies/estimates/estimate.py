@@ -1,28 +1,245 @@
 """`estimate`: what a program takes under each strategy, before anything is allocated.
 
 Of the synchronous strategies what replicas hold and send, of parameter servers what servers, workers and the
-coordinator do. No strategy is made, and nobody is contacted.
+coordinator do. No strategy is made, and nobody is contacted: the program's ``build`` runs on ``torch.device("meta")``,
+and a forward pass without values tells what it keeps for the backward pass, and how many rows of tables it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.ftrl import Ftrl
 from torchstrat.core.memory import Copies, Holding, Sizes, copies_in_one_process, copies_in_processes, state_bytes_for
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.variables.cached_parameter import NoServers
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
-from torchstrat.strategies.estimates.program import Program, optimizer_named
-from torchstrat.strategies.estimates.rows import Estimate, Row, joined
+from torchstrat.sharding.layout import size_text
+from torchstrat.sharding.text import table
+
+_TITLES = ("strategy", "processes", "each of", "parameters", "gradients", "optimizer", "other", "activations")
+_NUMBERS = tuple(range(3, 10))  # columns that are aligned to the right
+
+
+@dataclass(frozen=True)
+class Row:
+    """What each of ``count`` equal holders has and sends under one strategy."""
+
+    strategy: str
+    processes: str
+    """How the job is started."""
+    holder: str
+    """A device, a process, or a task of a cluster."""
+    memory: Holding
+    """Between two steps."""
+    activations_bytes: int | None
+    """What a forward pass keeps for the backward pass; None where no batch was given."""
+    sent_bytes: int
+    """To other holders, in one step; on parameter servers in one step of each worker."""
+    count: int = 1
+
+    @property
+    def total_bytes(self) -> int:
+        """At the end of a forward pass, as far as it is known."""
+        return self.memory.total_bytes + (self.activations_bytes or 0)
+
+    def cells(self) -> tuple[str, ...]:
+        memory = self.memory
+        activations = "?" if self.activations_bytes is None else size_text(self.activations_bytes)
+        return (
+            f"{self.count} × {self.holder}",
+            size_text(memory.parameters_bytes),
+            size_text(memory.gradients_bytes),
+            size_text(memory.optimizer_state_bytes),
+            size_text(memory.buffers_bytes + memory.communication_bytes),
+            activations,
+            size_text(self.total_bytes),
+            size_text(self.sent_bytes),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What `ts.estimate` returns: a table, as which it prints."""
+
+    rows: tuple[Row, ...]
+    sizes: Sizes
+    """Of one copy of everything."""
+    optimizers: tuple[str, ...]
+    """Their classes."""
+
+    def of(self, strategy: str, processes: str | None = None) -> list[Row]:
+        """The rows of one strategy; ``processes``: of one way to start it."""
+        return [row for row in self.rows if row.strategy == strategy and processes in (None, row.processes)]
+
+    def __repr__(self) -> str:
+        sizes, made = self.sizes, ", ".join(self.optimizers) or "no optimizer"
+        heading = (
+            f"parameters {size_text(sizes.parameters)}, buffers {size_text(sizes.buffers)}, gradients "
+            f"{size_text(sizes.gradients)}, state of {made} {size_text(sizes.optimizer_state)}"
+        )
+        lines: list[tuple[str, ...]] = [(*_TITLES, "in all", "sent per step")]
+        before = ("", "")
+        for row in self.rows:
+            start = row.strategy, row.processes
+            lines.append((*(("", "") if start == before else start), *row.cells()))
+            before = start
+        return "\n".join([heading, "", *table(lines, right=_NUMBERS)])
+
+
+def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Equal holders of a strategy as one row, where the first of them was."""
+    found: dict[Row, Row] = {}
+    for row in rows:
+        kind = replace(row, memory=replace(row.memory, device=""), count=0)
+        found[kind] = replace(found[kind], count=found[kind].count + row.count) if kind in found else row
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Forward:
+    saved_bytes: int
+    """Of tensors that the backward pass needs, without parameters, buffers and the batch."""
+    rows_read: dict[int, int]
+    """``id`` of an embedding's weight → how many of its rows a step reads, at the most."""
+
+
+def run_without_values(model: nn.Module, batch: Any, parts: int) -> Forward:
+    """One of ``parts`` equal parts of ``batch``, the larger where they are uneven, through ``model``, which lives on
+    ``torch.device("meta")``.
+
+    Args:
+        batch: A tensor, or a tuple of the model's arguments. Rows are along dim 0.
+
+    Raises `InvalidArgumentError` where the model cannot be called with it.
+    """
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    arguments = nest.map_structure(lambda leaf: _part_of(leaf, parts), arguments)
+    own = {_key(one) for one in (*model.parameters(), *model.buffers(), *nest.leaves(list(arguments)))}
+    kept: dict[Any, torch.UntypedStorage] = {}
+    rows: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if _key(tensor) not in own:
+            kept[_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    def note_rows(module: Any, called_with: tuple[Any, ...]) -> None:
+        weight: torch.Tensor = module.weight
+        ids = next((one.numel() for one in called_with if isinstance(one, torch.Tensor)), 0)
+        rows[id(weight)] = min(rows.get(id(weight), 0) + ids, len(weight))
+
+    handles = [
+        module.register_forward_pre_hook(note_rows)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ]
+    try:
+        with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(*arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"the model cannot be called with this batch, without values: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Forward(sum(storage.nbytes() for storage in kept.values()), rows)
+
+
+def _key(value: Any) -> Any:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _part_of(leaf: Any, parts: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = (math.ceil(leaf.shape[0] / parts), *leaf.shape[1:]) if leaf.dim() else ()
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+
+MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
+
+
+class Program:
+    """Modules and optimizers in the order in which they were made."""
+
+    def __init__(self, registry: VariableRegistry, made: Any, optimizer: Optimizer | None) -> None:
+        self.registry = registry
+        self.optimizers = registry.optimizers()
+        self._made = made, optimizer  # the registry holds nothing
+        parameters = registry.tensors()
+        buffers = [slot.tensor for slot in registry.buffer_slots() if slot.tensor is not None]
+        if any(map(is_lazy, (*parameters, *buffers))):
+            raise InvalidArgumentError("build makes lazy layers, whose sizes a first batch decides; give their sizes.")
+        self.sizes = Sizes.of(parameters, buffers, self.optimizers)
+
+    @staticmethod
+    def built(build: Callable[[], Any], make_optimizer: MakeOptimizer | None) -> Program:
+        """What ``build`` makes. Raises `InvalidArgumentError` where it needs values, or makes no parameters."""
+        registry = VariableRegistry()
+        registry.open()
+        try:
+            with torch.device("meta"):
+                made = build()
+            optimizer = None if make_optimizer is None else _optimizer(make_optimizer, registry)
+        except RuntimeError as error:  # PyTorch's, of an operator that needs values
+            raise InvalidArgumentError(
+                f"build cannot make its model on torch.device('meta'), where tensors have no values: {error}"
+            ) from error
+        finally:
+            registry.close()
+        if not registry.tensors():
+            raise InvalidArgumentError(f"build made no parameters; it returned {type(made).__name__} {made!r:.60}.")
+        return Program(registry, made, optimizer)
+
+    def forward(self, batch: Any, parts: int) -> Forward | None:
+        """One of ``parts`` equal parts of ``batch`` through the model; None where there is no batch."""
+        if batch is None:
+            return None
+        model = self._made[0]
+        if not isinstance(model, nn.Module):
+            raise InvalidArgumentError(
+                f"batch is what the model is called with, and build returned {type(model).__name__}, not one module; "
+                "leave batch out, or let build return the model alone."
+            )
+        return run_without_values(model, batch, parts)
+
+
+def _optimizer(make: MakeOptimizer, registry: VariableRegistry) -> Optimizer:
+    if registry.optimizers():
+        raise InvalidArgumentError("build makes optimizers of its own; leave optimizer out.")
+    made = make([one for one in registry.tensors() if one.requires_grad])
+    if not isinstance(made, Optimizer):
+        raise WrongTypeError(
+            f"optimizer must make a torch.optim.Optimizer; it made {type(made).__name__} {made!r:.60}."
+        )
+    return made
+
+
+def optimizer_named(name: str) -> type[Optimizer]:
+    """One of torch's optimizers, or `ts.Ftrl`, by its name in letters of any case. `ValueError` lists the names."""
+    classes: Mapping[str, type[Optimizer]] = {
+        found.__name__.lower(): found
+        for found in (*vars(torch.optim).values(), Ftrl)
+        if inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer
+    }
+    if name.lower() not in classes:
+        raise InvalidArgumentError(f"there is no optimizer {name!r}; there are {', '.join(sorted(classes))}.")
+    return classes[name.lower()]
+
 
 PROCESSES = "a cluster"
 _ROW_NUMBER_BYTES = 8
