@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -290,21 +291,26 @@ _CUT = "on a tensor that is cut over logical devices"
 _CUT_STEP = rf"linear {_CUT}|{_STEP}"
 """Where a rank may find itself alone before it comes to the row's call."""
 
+_ANNOUNCED = ("fails in a run, and stays",)
+"""A run on logical devices begins with a call of all of them: as "runs nothing", which fails no further."""
+
 CUT_ROWS = (
-    ROWS[1],
-    next(row for row in ROWS if row.name == "save"),
-    next(row for row in ROWS if row.name == "restore"),
+    dataclasses.replace(ROWS[1], says=_CUT_STEP),
+    dataclasses.replace(next(row for row in ROWS if row.name == "save"), without=_ANNOUNCED),
+    dataclasses.replace(next(row for row in ROWS if row.name == "restore"), without=_ANNOUNCED),
     Row(
         "state_dict",
         lambda job: job.model.state_dict(),
         rf"called state_dict\(\) {_CUT}|in state_dict\(\) {_CUT}",
         twin="state_dict of an optimizer",
+        without=_ANNOUNCED,
     ),
     Row(
         "state_dict of an optimizer",
         lambda job: job.optimizer.state_dict(),
         rf"optimizer\.state_dict\(\) {_CUT}",
         before=(lambda job: job.run(job.step),),
+        without=_ANNOUNCED,
     ),
     _in_run("sum", lambda job: _cut_gradient(job).pow(2).sum(), rf"sum {_CUT}|{_CUT_STEP}"),
     _in_run("norm", lambda job: torch.linalg.vector_norm(_cut_gradient(job)), rf"vector_norm {_CUT}|{_CUT_STEP}"),
