@@ -53,7 +53,7 @@ with _importing.without_collection():
     from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
     from torchstrat.replicas.sync_batchnorm import convert_sync_batchnorm
     from torchstrat.sharding import tpu
-    from torchstrat.sharding.explain_sharding import explain_sharding
+    from torchstrat.sharding.explain import explain_sharding
     from torchstrat.strategies import extended, policy, registry
     from torchstrat.strategies import tf_coordinator as coordinator
     from torchstrat.strategies import tf_experimental as experimental

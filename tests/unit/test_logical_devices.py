@@ -17,9 +17,8 @@ import torchstrat as ts
 from torchstrat.data import TensorSpec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.sharding.dtensor.axes import LogicalAxes, cut_axes
-from torchstrat.sharding.dtensor.devices import LogicalDevices, make_groups
+from torchstrat.sharding.dtensor.devices import LogicalDevices, Traffic, make_groups
 from torchstrat.sharding.dtensor.launch import Alone
-from torchstrat.sharding.dtensor.traffic import Traffic
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.logical_devices import check_logical_device_id, check_split
 

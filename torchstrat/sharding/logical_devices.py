@@ -21,7 +21,7 @@ from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 
 if TYPE_CHECKING:
-    from torchstrat.sharding.dtensor.traffic import Traffic
+    from torchstrat.sharding.dtensor.devices import Traffic
 
 
 def check_split(

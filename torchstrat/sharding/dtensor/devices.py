@@ -1,9 +1,13 @@
-"""The logical devices of this process's replica: where this process is among them, and what they do together."""
+"""The logical devices of this process's replica: where this process is among them, and what they do together.
+
+What they send each other is counted: `Traffic`.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,8 +15,37 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.sharding.dtensor.axes import Cut, LogicalAxes
-from torchstrat.sharding.dtensor.traffic import Traffic
 from torchstrat.sharding.grid import REPLICA_AXIS
+
+
+@dataclass
+class Traffic:
+    """Bytes that one process sends, by the kind of exchange, since `clear`.
+
+    Counted is what each kind has to send on the best known way: of a sum of n bytes over P processes 2 n (P - 1) / P,
+    of n bytes that all others get (pieces, maxima, and also the edges of bands) n (P - 1). What an implementation sends
+    on top (gloo's and NCCL's headers) is not counted.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, sent: int) -> None:
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.sent_bytes.clear()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sent_bytes.values())
+
+    def __str__(self) -> str:
+        parts = [f"{kind} {self.sent_bytes[kind]:,} bytes in {self.calls[kind]}" for kind in sorted(self.calls)]
+        return ", ".join(parts) or "nothing"
+
 
 CALL = "a sum or an exchange of pieces between the logical devices of a replica"
 _calls: dict[str, str] = {"": CALL}

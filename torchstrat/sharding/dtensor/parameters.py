@@ -40,9 +40,8 @@ from torchstrat.core.whole_values import WholeValue, stands_for
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.dtensor.axes import Cut
-from torchstrat.sharding.dtensor.cut_tensor import CutTensor
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave
 from torchstrat.sharding.dtensor.devices import LogicalDevices
-from torchstrat.sharding.dtensor.moves import leave
 from torchstrat.sharding.dtensor.no_values import Note, without_values
 from torchstrat.sharding.grid import Sharding
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchstrat.core.memory import Holding, Sizes
-from torchstrat.sharding.layout import size_text
-from torchstrat.sharding.text import table
+from torchstrat.sharding.layout import size_text, table
 
 _TITLES = ("strategy", "processes", "each of", "parameters", "gradients", "optimizer", "other", "activations")
 _NUMBERS = tuple(range(3, 10))  # columns that are aligned to the right

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from torchstrat.sharding.dtensor.operators.contraction import cut_by_labels
-from torchstrat.sharding.dtensor.operators.dropout import own_noise
+from torchstrat.sharding.dtensor.operators.elementwise import own_noise
 from torchstrat.sharding.dtensor.operators.rules import Call, rule, shape_of
 
 
