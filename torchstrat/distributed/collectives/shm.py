@@ -4,6 +4,8 @@ Everything else (other channels, subgroups, notes about failures) is left to the
 GPUs, but for gradients: these are added up in host memory, where the ranks are told to.
 
 Sums over ranks whose tensors lie on devices: made in host memory, by way of copies.
+
+Which implementation of collectives a job gets: shared memory where every process is on one host, else sockets.
 """
 
 from __future__ import annotations
@@ -12,21 +14,35 @@ import functools
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
-
+from typing import Any
+from typing import TypeVar
 import torch
-
 from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.distributed.collectives.communicator import Communicator, Work
-from torchstrat.distributed.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
+from torchstrat.distributed.collectives.communicator import Communicator
+from torchstrat.distributed.collectives.communicator import Work
+from torchstrat.distributed.collectives.process_group import SUMMED_AS
+from torchstrat.distributed.collectives.process_group import Done
+from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory
+from torchstrat.distributed.collectives.shared_memory.common_memory import Kind
+from torchstrat.distributed.collectives.shared_memory.common_memory import Place
+from torchstrat.distributed.collectives.shared_memory.common_memory import size_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.distributed.collectives.shared_memory.in_place_sum import BLOCK_BYTES, Blocks, InPlaceSum, Piece
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import BLOCK_BYTES
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import Blocks
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import InPlaceSum
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.distributed.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.distributed.collectives.words import Words
-
+import warnings
+from typing import NamedTuple
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.distributed.cluster import ProcessPlan
+from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
+from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError
 
 class StagedSum:
     """`InPlaceSum` for tensors on a device, in host memory, or some here and some there."""
@@ -271,3 +287,56 @@ class SharedMemoryCommunicator:
         self._blocks.lockstep.leave()
         self._sockets.close()
         self._neighbours.close()
+
+
+class Chosen(NamedTuple):
+    communicator: Communicator
+    why: str
+    """What is in use and why, in words."""
+
+
+def choose_communicator(
+    plan: ProcessPlan, device: str, timeout: timedelta, collectives: str, copies: DeviceCopies | None = None
+) -> Chosen:
+    """Every process of the job calls it, with the same ``collectives``: "auto", "shared_memory" or "process_group".
+
+    ``copies``: of a rank on a device whose gradients are to meet in host memory. Without them those on GPUs use NCCL.
+
+    Raises `UnsupportedError`, on all of them, where shared memory was asked for and cannot be had.
+    """
+    is_on_gpu = device.startswith("cuda")
+    if collectives == "process_group":
+        name = "NCCL" if is_on_gpu else "gloo"
+        return Chosen(ProcessGroupCommunicator(plan, device, timeout), f"{name}, as was asked for")
+    if is_on_gpu and copies is None:
+        sockets = ProcessGroupCommunicator(plan, device, timeout)
+        return _without(sockets, collectives, "NCCL", "replicas compute on GPUs")
+    sockets = ProcessGroupCommunicator(plan, "cpu", timeout)
+    try:
+        why = f"shared memory: all {plan.size} processes are on this host"
+        if copies is not None:
+            why += ", and copy between it and their devices"
+        return Chosen(SharedMemoryCommunicator(sockets, copies), why)
+    except NotNeighboursError as reason:
+        name = "NCCL" if is_on_gpu else "gloo"
+        if collectives == "auto" and isinstance(reason, NoSharedMemoryError):
+            warnings.warn(
+                f"the processes talk through sockets ({name}), which is slower, because they could not share memory: "
+                f"{reason}. Pass collectives='process_group' if that is meant.",
+                stacklevel=5,
+            )
+        if collectives == "auto" and is_on_gpu:
+            sockets.close()
+            sockets = ProcessGroupCommunicator(plan, device, timeout)
+        return _without(sockets, collectives, name, str(reason))
+
+
+def _without(sockets: ProcessGroupCommunicator, collectives: str, name: str, reason: str) -> Chosen:
+    if collectives == "shared_memory":
+        sockets.close()
+        raise UnsupportedError(
+            f"collectives='shared_memory' was asked for, and shared memory cannot be used: {reason}. Leave the "
+            "argument out to use what is there."
+        )
+    return Chosen(sockets, f"{name}, because {reason}")
+
