@@ -1,34 +1,26 @@
 """The resolvers of jobs that Slurm or Kubernetes started; public in ``ts.cluster_resolver``.
 
 Both read what the launcher tells a process in its environment: of a step of Slurm (``scontrol`` is not called), of a
-pod's job (no API server is asked).
-
-From equal, numbered processes to the roles of a cluster; for the environments that Slurm and Kubernetes set.
-
-`Members` says where the processes are, `assign_roles` makes some of them servers and some of them workers. `Variables`
-reads an environment and collects everything that is wrong with it, so that one error says it all.
+pod's job (no API server is asked). That tells of equal, numbered processes: `Members` says where they are,
+`assign_roles` makes some of them servers and some of them workers. `Variables` reads an environment and collects
+everything that is wrong with it, so that one error says it all.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-from torchstrat.core.errors import ClusterConfigError
-from torchstrat.distributed.cluster import Environment
-from torchstrat.distributed.cluster_spec import WORKER
-from torchstrat.distributed.cluster_spec import ClusterSpec
 import itertools
 import os
-from collections.abc import Iterator
-from collections.abc import MutableMapping
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from torchstrat.core.devices import local_devices
-from torchstrat.core.errors import WrongTypeError
-from torchstrat.distributed.cluster import read_tf_config
-from torchstrat.distributed.resolver_interface import ClusterResolver
-from torchstrat.distributed.resolver_interface import address_of
+from torchstrat.core.errors import ClusterConfigError, WrongTypeError
+from torchstrat.distributed.cluster import Environment, read_tf_config
+from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec
+from torchstrat.distributed.resolver_interface import ClusterResolver, address_of
+
 
 @dataclass(frozen=True)
 class Members:
@@ -487,4 +479,3 @@ class KubernetesClusterResolver(ClusterResolver):
             ClusterConfigError: the cluster has no such task.
         """
         return address_of(self, task_type, task_id, rpc_layer)
-

@@ -1,24 +1,20 @@
-"""What the processes of a job tell each other when one of them can no longer take part.
+"""What the processes of a job tell each other without a meeting: notes in the store where they met.
 
-It goes through the store where they met, not through the process group: after a failure nobody may be listening there.
-
-What ranks say about one thing without meeting there: how a pass over the data ended for each of them.
-
-A rank that fails in it says so and goes on at once; one that comes to its end waits for what the others have to say.
+Not through the process group: after a failure nobody may be listening there. `FailureBoard` has what each says that can
+no longer take part. `Words` are about one thing, how a pass over the data ended for each of them: a rank that fails in
+it says so and goes on at once; one that comes to its end waits for what the others have to say.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import TypeVar
-import torch.distributed as dist
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
 from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
 
 T = TypeVar("T")
@@ -259,4 +255,3 @@ class Words:
 
 def _heard(missing: Sequence[int], store: Any) -> dict[int, str]:
     return {rank: word for rank in missing if (word := said_at(store, str(rank))) is not None}
-

@@ -1,11 +1,7 @@
-"""Collectives in memory that the processes of one host share: no byte crosses a socket.
+"""Collectives in memory that the processes of one host share: no byte crosses a socket. Else sockets are chosen.
 
 Everything else (other channels, subgroups, notes about failures) is left to the process group, and so are tensors on
 GPUs, but for gradients: these are added up in host memory, where the ranks are told to.
-
-Sums over ranks whose tensors lie on devices: made in host memory, by way of copies.
-
-Which implementation of collectives a job gets: shared memory where every process is on one host, else sockets.
 """
 
 from __future__ import annotations
@@ -13,36 +9,29 @@ from __future__ import annotations
 import functools
 import pickle
 import struct
-import zlib
-from collections.abc import Callable
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
-from typing import TypeVar
-import torch
-from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.distributed.collectives.communicator import Communicator
-from torchstrat.distributed.collectives.communicator import Work
-from torchstrat.distributed.collectives.process_group import SUMMED_AS
-from torchstrat.distributed.collectives.process_group import Done
-from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory
-from torchstrat.distributed.collectives.shared_memory.common_memory import Kind
-from torchstrat.distributed.collectives.shared_memory.common_memory import Place
-from torchstrat.distributed.collectives.shared_memory.common_memory import size_of
-from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.distributed.collectives.shared_memory.in_place_sum import BLOCK_BYTES
-from torchstrat.distributed.collectives.shared_memory.in_place_sum import Blocks
-from torchstrat.distributed.collectives.shared_memory.in_place_sum import InPlaceSum
-from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.distributed.collectives.shared_memory.neighbours import Neighbours
-from torchstrat.distributed.collectives.words import Words
 import warnings
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
-from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError
+from torchstrat.distributed.collectives.communicator import Communicator, Work
+from torchstrat.distributed.collectives.notes import Words
+from torchstrat.distributed.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
+from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.distributed.collectives.shared_memory.in_place_sum import BLOCK_BYTES, Blocks, InPlaceSum, Piece
+from torchstrat.distributed.collectives.shared_memory.neighbours import (
+    Neighbours,
+    NoSharedMemoryError,
+    NotNeighboursError,
+)
+
 
 class StagedSum:
     """`InPlaceSum` for tensors on a device, in host memory, or some here and some there."""
@@ -339,4 +328,3 @@ def _without(sockets: ProcessGroupCommunicator, collectives: str, name: str, rea
             "argument out to use what is there."
         )
     return Chosen(sockets, f"{name}, because {reason}")
-

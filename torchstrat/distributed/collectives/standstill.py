@@ -1,37 +1,32 @@
-"""Ranks that wait for each other in different calls, for ever: found while they wait, without a meeting.
+"""Waits without an end, for processes that have ended or of ranks for each other: found while they wait.
 
-A rank that skipped a call, or made one alone, is found where the others meet it next, for what all are in is compared
-there. It never comes there where the two calls talk over different channels: one waits for the next batch, say, and the
-other in a backward pass. So a rank that has waited for a moment says in the store what it waits in, and how many calls
-it has made on each channel; and it looks at what those say that it waits for. If one of them waits, too, for a call
-that this rank has not come to, or for one that waits so, neither will go on.
+`Peers` knows which of a job's processes have ended, as far as this host can tell. The start of a group waits in the
+store for the addresses of all of its members, and nobody looks there whether these still live. Once a group stands, its
+connections tell.
+
+`Standstill` finds ranks that wait for each other in different calls, without a meeting. A rank that skipped a call, or
+made one alone, is found where the others meet it next, for what all are in is compared there. It never comes there
+where the two calls talk over different channels: one waits for the next batch, say, and the other in a backward pass.
+So a rank that has waited for a moment says in the store what it waits in, and how many calls it has made on each
+channel; and it looks at what those say that it waits for. If one of them waits, too, for a call that this rank has not
+come to, or for one that waits so, neither will go on.
 
 That is certain, however old what is read: a rank cannot have left a call for which this one has not come.
-
-Which of a job's processes have ended, as far as this host can tell.
-
-The start of a group waits in the store for the addresses of all of its members, and nobody looks there whether these
-still live. Once a group stands, its connections tell.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable
-from collections.abc import Sequence
-from typing import NamedTuple
-from typing import TypeVar
-from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
 import collections
 import json
+import os
+import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
-from torchstrat.distributed.collectives.failures import StoreVisits
-from torchstrat.distributed.collectives.failures import note_of
-from torchstrat.distributed.collectives.failures import said_at
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torchstrat.distributed.collectives.notes import StoreVisits, note_of, said_at
+from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
 
 T = TypeVar("T")
 
@@ -303,4 +298,3 @@ def _others(ranks: Sequence[int], own: int) -> list[int]:
 
 def _key(place: str, rank: int) -> str:
     return f"{place}/{rank}"
-
