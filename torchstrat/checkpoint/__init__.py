@@ -32,7 +32,7 @@ From the public class downwards::
     safetensors_file.py  that format
 
 What lives on parameter servers: `torchstrat.parameter_server.variables.server_checkpoint` and
-`torchstrat.parameter_server.server.checkpoint_shards`.
+`torchstrat.parameter_server.server.service`.
 """
 
 from torchstrat.checkpoint.checkpoint import Checkpoint
