@@ -19,9 +19,8 @@ import torchstrat as ts
 from tests.dtensor.operator_cases import CASES, Case, Shapes, ways_to_cut
 from torchstrat.errors import UnsupportedError
 from torchstrat.sharding.dtensor import cut_tensors
-from torchstrat.sharding.dtensor.axes import LogicalAxes
 from torchstrat.sharding.dtensor.cut_tensors import cut_of, recut, whole
-from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices
 from torchstrat.sharding.dtensor.operators import elementwise
 
 TOLERANCE = 1e-9

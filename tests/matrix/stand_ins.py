@@ -41,8 +41,8 @@ from torchstrat.core._torch_private import DisableTorchDispatch
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.sharding.dtensor import cut_tensors, no_values
 from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.axes import LogicalAxes
 from torchstrat.sharding.dtensor.cut_tensors import recut, whole
+from torchstrat.sharding.dtensor.devices import LogicalAxes
 from torchstrat.sharding.dtensor.no_values import METADATA
 from torchstrat.sharding.dtensor.operators import elementwise, reductions, rules
 

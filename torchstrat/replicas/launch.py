@@ -15,8 +15,7 @@ from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
-from torchstrat.sharding.logical_devices import check_mesh_shape
-from torchstrat.sharding.rules import ShardingRules
+from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
 from torchstrat.strategies.extended import StrategyExtended
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")

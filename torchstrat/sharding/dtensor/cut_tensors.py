@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of, make_dtensor
-from torchstrat.sharding.dtensor.axes import Cut
-from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 
 STAND_IN = "_stand_in"
 """The attribute of a variable under which a step finds the `CutTensor` that stands in for it."""

@@ -36,6 +36,7 @@ from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
 from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.engine import ReplicaStates, adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica
+from torchstrat.sharding.annotations import Assignments, ShardingRules
 from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, recut, whole
 from torchstrat.sharding.dtensor.devices import LogicalDevices, Traffic
@@ -45,8 +46,6 @@ from torchstrat.sharding.dtensor.replica_axis import FirstOfReplica
 from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
-from torchstrat.sharding.logical_devices import Assignments
-from torchstrat.sharding.rules import ShardingRules
 
 
 def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: Any) -> None:

@@ -22,11 +22,10 @@ from torchstrat.distributed.collectives.process_group import Done, abandon
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError
 from torchstrat.distributed.collectives.shm import SharedMemoryCommunicator, choose_communicator
-from torchstrat.sharding.dtensor.axes import LogicalAxes
-from torchstrat.sharding.dtensor.devices import LogicalDevices, make_groups, make_mesh
+from torchstrat.sharding.annotations import ShardingRules
+from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, make_groups, make_mesh
 from torchstrat.sharding.dtensor.engine import LogicalReplicas
 from torchstrat.sharding.dtensor.replica_axis import OwnColumn, OwnColumnInPlace
-from torchstrat.sharding.rules import ShardingRules
 
 
 class Alone:

@@ -39,9 +39,8 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.core.whole_values import WholeValue, stands_for
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.sharding.dtensor.axes import Cut
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave
-from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import Note, without_values
 from torchstrat.sharding.grid import Sharding
 

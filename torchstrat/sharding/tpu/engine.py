@@ -29,9 +29,9 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import WorkerThreads
 from torchstrat.replicas.state import DifferingEdits
+from torchstrat.sharding.annotations import Assignments
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
-from torchstrat.sharding.logical_devices import Assignments
 from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights, Meet
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs

@@ -1,7 +1,6 @@
 """The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written."""
 
 from torchstrat.sharding.dtensor.operators import (
-    attention,
     contraction,
     convolution,
     elementwise,

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from torchstrat.core.operands import tensors_in
 from torchstrat.sharding.dtensor._torch_dtensor import local_of
-from torchstrat.sharding.dtensor.axes import Cut
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, requires_grad
+from torchstrat.sharding.dtensor.devices import Cut
 from torchstrat.sharding.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of
 
 UNARY = (

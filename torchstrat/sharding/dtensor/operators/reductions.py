@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchstrat.core.half_precision import HALF, widen
-from torchstrat.sharding.dtensor.axes import Cut
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor
+from torchstrat.sharding.dtensor.devices import Cut
 from torchstrat.sharding.dtensor.operators.rules import Call, dims_of, rule, shape_of
 
 

@@ -22,9 +22,8 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.axes import Cut, cut_axes
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, refused, shape_of
-from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices, cut_axes
 from torchstrat.sharding.dtensor.no_values import METADATA, getters
 
 _MOST = 1 << 14
