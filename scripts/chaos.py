@@ -26,7 +26,7 @@ from torch import nn
 
 import torchstrat as ts
 from torchstrat.launch import LocalCluster
-from torchstrat.launch.restarts import RestartPolicy
+from torchstrat.launch.supervised import RestartPolicy
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.same_host.peers import SWITCH, why_not
 from torchstrat.testing.fault_plan import FaultPlan, draw_kills

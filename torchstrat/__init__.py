@@ -40,19 +40,18 @@ with _importing.without_collection():
     from torchstrat.parameter_server.embedding import (
         embedding_lookup,
         embedding_lookup_sparse,
+        grow_rows,
+        prefetch_rows,
         safe_embedding_lookup_sparse,
     )
-    from torchstrat.parameter_server.leases.dataset import LeasedDataset
+    from torchstrat.parameter_server.leases.dataset import LeasedDataset, Ledger
     from torchstrat.parameter_server.leases.lease import Lease
-    from torchstrat.parameter_server.leases.ledger import Ledger
     from torchstrat.parameter_server.membership.task_server import Server
     from torchstrat.parameter_server.remote_value import PerWorkerValues, RemoteValue
-    from torchstrat.parameter_server.row_growth import grow_rows
-    from torchstrat.parameter_server.row_prefetch import prefetch_rows
     from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
     from torchstrat.replicas.sync_batchnorm import convert_sync_batchnorm
     from torchstrat.sharding import tpu
-    from torchstrat.sharding.explain_sharding import explain_sharding
+    from torchstrat.sharding.explain import explain_sharding
     from torchstrat.strategies import extended, policy, registry
     from torchstrat.strategies import tf_coordinator as coordinator
     from torchstrat.strategies import tf_experimental as experimental

@@ -38,7 +38,7 @@ from torchstrat.parameter_server.remote_value import RemoteValue, ResourceTable
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH
 from torchstrat.parameter_server.serialization.captured_objects import Lifetimes
 from torchstrat.parameter_server.serialization.functions import Packed, unpack_result
-from torchstrat.parameter_server.transport.envelopes import pack, unpack
+from torchstrat.parameter_server.transport.requests import pack, unpack
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 DEEP = 40_000

@@ -18,11 +18,10 @@ from torch.nn import functional
 import torchstrat as ts
 from tests.dtensor.operator_cases import CASES, Case, Shapes, ways_to_cut
 from torchstrat.errors import UnsupportedError
-from torchstrat.sharding.dtensor import moves
-from torchstrat.sharding.dtensor.axes import LogicalAxes
-from torchstrat.sharding.dtensor.devices import LogicalDevices
-from torchstrat.sharding.dtensor.moves import cut_of, recut, whole
-from torchstrat.sharding.dtensor.operators import dropout
+from torchstrat.sharding.dtensor import cut_tensors
+from torchstrat.sharding.dtensor.cut_tensors import cut_of, recut, whole
+from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices
+from torchstrat.sharding.dtensor.operators import elementwise
 
 TOLERANCE = 1e-9
 
@@ -60,12 +59,12 @@ def _proofs(names: Sequence[str], logical_devices: int, seeds: int, most_ways: i
 
 
 _BREAKS = {
-    "sums going backward": lambda: mock.patch.object(moves, "spread", lambda tensor, devices, axes: tensor),
-    "sums going forward": lambda: mock.patch.object(moves, "added_up", lambda tensor, devices, axes: tensor),
+    "sums going backward": lambda: mock.patch.object(cut_tensors, "spread", lambda tensor, devices, axes: tensor),
+    "sums going forward": lambda: mock.patch.object(cut_tensors, "added_up", lambda tensor, devices, axes: tensor),
     "neighbours' rows": lambda: mock.patch.object(LogicalDevices, "edges", return_value=(None, None)),
     "which part is whose": lambda: mock.patch.object(LogicalAxes, "index_along", return_value=0),
     "random numbers": lambda: mock.patch.object(
-        dropout, "own_noise", lambda call, shape, cut, like, p: functional.dropout(torch.ones_like(like), p)
+        elementwise, "own_noise", lambda call, shape, cut, like, p: functional.dropout(torch.ones_like(like), p)
     ),
 }
 

@@ -44,7 +44,7 @@ from tests.matrix.lifetime_rows import FailedError, anew
 from tests.matrix.table import RIGHT, Cell, Expected, refused
 from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.serialization import closure_walk
-from torchstrat.parameter_server.transport import envelopes
+from torchstrat.parameter_server.transport import requests
 from torchstrat.parameter_server.worker.executor import current_worker_index
 from torchstrat.strategies import parameter_server as own_module
 
@@ -339,7 +339,7 @@ def _check_strategies(column: str, options: Mapping[str, Any], *, is_sampled: bo
                     strategy.close()
 
     def look() -> Mapping[str, Held]:
-        envelopes._peer_in.cache_clear()  # the last 1,024 tasks that were heard of
+        requests._peer_in.cache_clear()  # the last 1,024 tasks that were heard of
         return {"the coordinator": held_here(tracked)}
 
     turns = 2 if is_sampled or column != TRIALS else 8

@@ -11,8 +11,8 @@ from tests.matrix.places import LOGICAL_DEVICES
 from tests.matrix.table import PlantedFault
 from torchstrat.checkpoint import job_state
 from torchstrat.core.variable import assignment, variable
-from torchstrat.distributed.collectives import agreement, process_group, standstill, words
-from torchstrat.distributed.collectives.failures import FailureBoard
+from torchstrat.distributed.collectives import agreement, notes, process_group, standstill
+from torchstrat.distributed.collectives.notes import FailureBoard
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.replicas.per_process import engine as per_process
 from torchstrat.sharding.dtensor.devices import LogicalDevices
@@ -40,10 +40,10 @@ def _without_names() -> AbstractContextManager[object]:
     return patch.object(LogicalDevices, "_call", "a sum or an exchange of pieces")
 
 
-_heard = words.Words._listen
+_heard = notes.Words._listen
 
 
-def _listen_in_vain(self: words.Words) -> dict[int, str]:
+def _listen_in_vain(self: notes.Words) -> dict[int, str]:
     try:
         return _heard(self)
     except process_group.PeersMissingError:
@@ -80,7 +80,7 @@ FAULTS = (
     ),
     PlantedFault(
         "words that do not come are no error",
-        _off(words.Words, "_listen", _listen_in_vain),
+        _off(notes.Words, "_listen", _listen_in_vain),
         (_cell("end of a pass", "is stopped", SHARED),),
     ),
     PlantedFault(

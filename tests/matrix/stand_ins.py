@@ -39,12 +39,12 @@ from tests.matrix.tensor_operations import (
 from torchstrat.core import pieces
 from torchstrat.core._torch_private import DisableTorchDispatch
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
-from torchstrat.sharding.dtensor import moves, no_values
+from torchstrat.sharding.dtensor import cut_tensors, no_values
 from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.axes import LogicalAxes
-from torchstrat.sharding.dtensor.metadata import METADATA
-from torchstrat.sharding.dtensor.moves import recut, whole
-from torchstrat.sharding.dtensor.operators import dropout, gradients, reductions, rules
+from torchstrat.sharding.dtensor.cut_tensors import recut, whole
+from torchstrat.sharding.dtensor.devices import LogicalAxes
+from torchstrat.sharding.dtensor.no_values import METADATA
+from torchstrat.sharding.dtensor.operators import elementwise, reductions, rules
 
 SAMPLES_OF_KNOWN, SAMPLES = 4, 1
 
@@ -404,12 +404,12 @@ FAULTS = (
     _fault(
         "parts of gradients are not added up",
         [("torch.matmul", _ALL), ("torch.nn.functional.linear", _ALL), ("torch.mul", _ALL)],
-        lambda: mock.patch.object(moves, "spread", lambda tensor, devices, axes: tensor),
+        lambda: mock.patch.object(cut_tensors, "spread", lambda tensor, devices, axes: tensor),
     ),
     _fault(
         "parts of a sum are not added up",
         [("torch.sum", _FIRST)],
-        lambda: mock.patch.object(moves, "added_up", lambda tensor, devices, axes: tensor),
+        lambda: mock.patch.object(cut_tensors, "added_up", lambda tensor, devices, axes: tensor),
     ),
     _fault(
         "every process takes the first piece",
@@ -436,17 +436,19 @@ FAULTS = (
     _fault(
         "each process draws for its piece",
         [("torch.nn.functional.dropout", _FIRST)],
-        lambda: mock.patch.object(dropout, "own_noise", _noise_of_a_piece),
+        lambda: mock.patch.object(elementwise, "own_noise", _noise_of_a_piece),
     ),
     _fault(
         "a norm is the sum of powers",
         [("torch.linalg.vector_norm", _FIRST)],
-        lambda: mock.patch.object(gradients, "root", lambda powers, degree: powers),
+        lambda: mock.patch.object(reductions, "root", lambda powers, degree: powers),
     ),
     _fault(
         "moves have no second derivatives",
         [("torch.mul", _TWICE), ("torch.exp", _TWICE)],
-        lambda: mock.patch.object(moves, "_moved", lambda move, *args: move.forward(moves._NoGraph(), *args)),
+        lambda: mock.patch.object(
+            cut_tensors, "_moved", lambda move, *args: move.forward(cut_tensors._NoGraph(), *args)
+        ),
     ),
     _fault(
         "outside of runs a variable takes whatever is written to it",

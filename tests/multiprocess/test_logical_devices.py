@@ -18,7 +18,7 @@ from tests.dtensor import jobs, programs, proving, training
 from tests.dtensor.operator_cases import CASES, PROVEN_ELSEWHERE
 from tests.dtensor.operator_list import DOCUMENT, text
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.sharding.dtensor.cut_tensor import CutTensor
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor
 from torchstrat.sharding.dtensor.operators import operators
 from torchstrat.sharding.dtensor.parameters import CutVariables
 from torchstrat.sharding.grid import Sharding

@@ -132,7 +132,7 @@ def test_gradients_that_lie_in_shared_memory_are_not_copied(
     me: RpcEndpoint, other: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradient = sums(me, 1)
-    monkeypatch.setattr("torchstrat.parameter_server.same_host.caller.put", None)
+    monkeypatch.setattr("torchstrat.parameter_server.same_host.connection.put", None)
     assert float(ask(me, other, "push", gradient)[0]) == 1
 
 

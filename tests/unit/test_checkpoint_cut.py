@@ -29,7 +29,7 @@ from torchstrat.parameter_server.messages import (
     ShardEdit,
     WriteOrder,
 )
-from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
+from torchstrat.parameter_server.server.service import CheckpointShards
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.server.snapshot import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.store import VariableStore

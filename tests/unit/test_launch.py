@@ -19,11 +19,10 @@ import pytest
 from torchstrat.core.waiting import is_listening
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
-from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
+from torchstrat.launch.launcher import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.local_cluster import ReservedPort
 from torchstrat.launch.output import Console, PrefixedOutput
-from torchstrat.launch.restarts import Restarts
-from torchstrat.launch.supervised import Program, SupervisedProcess, describe_end, ordinal
+from torchstrat.launch.supervised import Program, Restarts, SupervisedProcess, describe_end, ordinal
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 

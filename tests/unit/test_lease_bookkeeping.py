@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 import torchstrat as ts
 from torchstrat import Ledger
 from torchstrat.errors import InvalidArgumentError, LedgerError
-from torchstrat.parameter_server.leases.epoch import Epoch, size
-from torchstrat.parameter_server.leases.intervals import Intervals
-from torchstrat.parameter_server.leases.order import DrawnOrder, InOrder, ShuffledOrder, rows_at
+from torchstrat.parameter_server.leases.epoch import DrawnOrder, Epoch, InOrder, Intervals, ShuffledOrder, rows_at, size
 from torchstrat.testing.fake_cluster import FakeCluster
 
 

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 import torchstrat as ts
 from torchstrat.data import TensorSpec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.sharding.dtensor.axes import LogicalAxes, cut_axes
-from torchstrat.sharding.dtensor.devices import LogicalDevices, make_groups
+from torchstrat.sharding.annotations import check_logical_device_id, check_split
+from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, Traffic, cut_axes, make_groups
 from torchstrat.sharding.dtensor.launch import Alone
-from torchstrat.sharding.dtensor.traffic import Traffic
 from torchstrat.sharding.grid import DeviceGrid, Sharding
-from torchstrat.sharding.logical_devices import check_logical_device_id, check_split
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 

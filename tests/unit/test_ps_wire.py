@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torchstrat.errors import AuthenticationError, InvalidArgumentError
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.transport.auth import WINDOW, Kind, ReplayWindow, Sealer
-from torchstrat.parameter_server.transport.envelopes import REFUSAL, Envelopes, Packed, pack, unpack
 from torchstrat.parameter_server.transport.failure_detector import Beat, Heartbeat, Silence
+from torchstrat.parameter_server.transport.requests import REFUSAL, Envelopes, Packed, pack, unpack
 
 SECRET = b"known to all"
 WORKER = Peer(Task("worker", 0), "a11ce", "uv://127.0.0.1:1", "here", 1)

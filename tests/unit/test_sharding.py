@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.sharding.annotations import ShardingRules
 from torchstrat.sharding.explain import Explanation, explain_tensors
 from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding, logical_axis
 from torchstrat.sharding.layout import ShardedEntry, joined_names, runs, size_text
-from torchstrat.sharding.rules import ShardingRules
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 

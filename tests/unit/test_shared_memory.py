@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstrat.core import gradients
-from torchstrat.distributed.collectives.shared_memory import common_memory, in_place_sum, lockstep, own_pages, segment
+from torchstrat.distributed.collectives.shared_memory import common_memory, in_place_sum, lockstep, segment
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, kind_of, size_of
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Blocks, InPlaceSum, Piece, make_chunks
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep, PeersMissingError
@@ -304,7 +304,7 @@ def test_others_do_not(tensors: list[torch.Tensor], pidfds: list[int]) -> None:
 # -- memory that processes have in common ------------------------------------------------------------------------------
 
 
-PAGE = own_pages.PAGE_BYTES
+PAGE = common_memory.PAGE_BYTES
 needs_private_pages = pytest.mark.skipif(why_no_common_memory() is not None, reason=str(why_no_common_memory()))
 
 
@@ -316,7 +316,7 @@ def memory_of(*kinds: Kind) -> CommonMemory:
 def way_to_tell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel picks the pages, or, before Linux 6.7, all are looked at."""
     if request.param == "pread":
-        monkeypatch.setattr(own_pages, "_SCAN", 0)
+        monkeypatch.setattr(common_memory, "_SCAN", 0)
     return str(request.param)
 
 

@@ -14,12 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from torchstrat.distributed.collectives import standstill
-from torchstrat.distributed.collectives.default_group import answers
-from torchstrat.distributed.collectives.failures import FailureBoard, StoreVisits, said_at
-from torchstrat.distributed.collectives.fresh_store import fresh_store
+from torchstrat.distributed.collectives.default_group import answers, fresh_store
+from torchstrat.distributed.collectives.notes import FailureBoard, StoreVisits, Words, said_at
 from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.distributed.collectives.standstill import Channel, Standstill, StandstillError
-from torchstrat.distributed.collectives.words import Words
 from torchstrat.errors import CommunicationTimeoutError
 
 BOARD = "board"

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 import torchstrat as ts
 from torchstrat.cluster_resolver import TPUClusterResolver
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError, WrongTypeError
-from torchstrat.sharding.tpu.coordinates import MAX_MESH_POINTS
-from torchstrat.sharding.tpu.device_order import Tiling, ring_of_chips
-from torchstrat.sharding.tpu.runtime_devices import RuntimeDevices
-from torchstrat.sharding.tpu.system import default_mesh_shape, system_of
-from torchstrat.sharding.tpu.topology import TopologyFields, decode, encode
+from torchstrat.sharding.tpu.device_assignment import Tiling, ring_of_chips
+from torchstrat.sharding.tpu.system import RuntimeDevices, default_mesh_shape, system_of
+from torchstrat.sharding.tpu.topology import MAX_MESH_POINTS, TopologyFields, decode, encode
 from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 from torchstrat.tpu import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode, Topology
 

@@ -55,7 +55,7 @@ COMMANDS = {
     "explain": Command(
         "MODULE:BUILD --rules MODULE:RULES --logical-devices N …",
         "print which device holds which piece of which parameter under sharding rules",
-        "torchstrat.sharding.command:main",
+        "torchstrat.sharding.explain:main",
     ),
     "consolidate": Command(
         "CHECKPOINT FILE",

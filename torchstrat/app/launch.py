@@ -36,7 +36,7 @@ from torchstrat.app.report import show_sweep
 from torchstrat.checkpoint.preemption import EXIT_CODE
 from torchstrat.core.errors import CommunicationTimeoutError, TorchstratError
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.fresh_store import fresh_store
+from torchstrat.distributed.collectives.default_group import fresh_store
 from torchstrat.distributed.launcher import launched_plan
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"

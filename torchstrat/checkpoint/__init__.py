@@ -27,7 +27,7 @@ From the public class downwards::
     evaluation/        evaluating the checkpoints of a training that runs elsewhere
 
 What lives on parameter servers: `torchstrat.parameter_server.variables.server_checkpoint` and
-`torchstrat.parameter_server.server.checkpoint_shards`.
+`torchstrat.parameter_server.server.service`.
 """
 
 from torchstrat.checkpoint.checkpoint import Checkpoint

@@ -1,6 +1,6 @@
 """What every backend shares, and what needs no other process: errors, nests, values, contexts, reductions, `Variable`.
 
-Also what a step is found to touch (`reachable`, `hook_registrations`), the one classification of optimizers
+Also what a step is found to touch (`reachable`, `gradients`), the one classification of optimizers
 (`optimizers`), what a program takes in memory (`memory`), and the private names of PyTorch (`_torch_private`).
 All other folders may import from here. It is to import from none of them: pyproject.toml lists what still does.
 """

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from torchstrat.core.errors import ClusterConfigError, UnsupportedError
 from torchstrat.distributed.cluster import Environment, ProcessPlan, process_plan_from_torchrun, read_tf_config
-from torchstrat.distributed.cluster_environments import Variables
 from torchstrat.distributed.cluster_resolver import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -25,6 +24,7 @@ from torchstrat.distributed.cluster_resolver import (
     TorchrunClusterResolver,
 )
 from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
+from torchstrat.distributed.launcher_resolvers import Variables
 
 INDEPENDENT_VARIABLE = "TORCHSTRAT_INDEPENDENT"
 

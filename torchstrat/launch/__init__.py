@@ -4,21 +4,17 @@
 
 ::
 
-    command_line.py   what the user typed, checked before anything starts
-    launcher.py       the coordinator's process around a local cluster: signals, exit status
-    local_cluster.py  the servers and workers of one cluster
-    evaluator.py      the evaluator beside it
-    supervised.py     one of them: started, watched, started again
+    launcher.py       the command: what the user typed, the coordinator's process around a local cluster, the evaluator
+    local_cluster.py  the servers and workers of one cluster, at addresses that stay theirs over restarts
+    supervised.py     one of them: started, watched, started again, by a policy that is pure
     fork_server.py    how workers and servers start in milliseconds; _fork_server.py is what they are forked from
-    restarts.py       when it is started again: pure
-    ports.py          addresses that stay the cluster's over restarts
     output.py         lines with the name of the task before them
-    reaper.py         nothing stays behind, even after kill -9 of the launcher; with _reaper.py and _child.py, small
-                      programs of their own that never import torchstrat: importing torch takes seconds
+    reaper.py         nothing stays behind, even after kill -9 of the launcher; by _reaper.py, a
+                      small program of its own that never imports torchstrat: importing torch takes seconds
 """
 
 from torchstrat.launch.local_cluster import Cluster
-from torchstrat.launch.restarts import RestartPolicy
+from torchstrat.launch.supervised import RestartPolicy
 
 LocalCluster = Cluster
 

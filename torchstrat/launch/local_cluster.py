@@ -33,8 +33,7 @@ from torchstrat.launch.fork_server import (
 )
 from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
-from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.launch.supervised import Process, Program, Starter, SupervisedProcess
+from torchstrat.launch.supervised import Process, Program, RestartPolicy, Starter, SupervisedProcess
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.strategies.parameter_server import ParameterServerStrategy

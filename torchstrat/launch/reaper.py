@@ -1,8 +1,8 @@
 """Nothing that was started here stays behind, even when this process is killed with SIGKILL.
 
-Two nets: on Linux the kernel kills each child when this process ends (`torchstrat.launch._child`); everywhere a small
-process waits for the end of this one and kills whole process groups (`torchstrat.launch._reaper`), which catches the
-children of children too, such as a data loader's.
+Two nets: on Linux the kernel kills each child when this process ends; everywhere a small process waits for the end of
+this one and kills whole process groups, which catches the children of children too, such as a data loader's. Both are
+in `torchstrat.launch._reaper`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_FOLDER = Path(__file__).parent
-# Neither the user's site packages nor PYTHON* variables: these programs need the standard library and have to be quick.
-_SMALL_PYTHON = (sys.executable, "-I", "-S")
+# Neither the user's site packages nor PYTHON* variables: it needs the standard library and has to be quick.
+_REAPER = (sys.executable, "-I", "-S", str(Path(__file__).parent / "_reaper.py"))
 _END_SECONDS = 10.0
 
 
@@ -32,7 +31,7 @@ class Reaper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [*_SMALL_PYTHON, str(_FOLDER / "_reaper.py")],
+            _REAPER,
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C at a terminal goes to the whole group of the launcher
             bufsize=0,
@@ -47,7 +46,7 @@ class Reaper:
             options: For `subprocess.Popen`.
         """
         process = subprocess.Popen(
-            [*_SMALL_PYTHON, str(_FOLDER / "_child.py"), str(os.getpid()), *command],
+            [*_REAPER, str(os.getpid()), *command],
             start_new_session=own_group,
             **options,
         )

@@ -27,10 +27,9 @@ from torchstrat.distributed.cluster_spec import WORKER
 from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.interface import Task
-from torchstrat.parameter_server.leases.dataset import LeasedDataset, require_leasable
+from torchstrat.parameter_server.leases.dataset import LeasedDataset, reader_builder
+from torchstrat.parameter_server.leases.epoch import DrawOrder
 from torchstrat.parameter_server.leases.lease import Lease, OutdatedLeaseError, claim_all, leases_among_arguments
-from torchstrat.parameter_server.leases.order import DrawOrder
-from torchstrat.parameter_server.leases.reader import ReaderBuilder
 from torchstrat.parameter_server.remote_value import (
     PerWorkerDataset,
     PerWorkerValues,
@@ -467,14 +466,13 @@ class ClusterCoordinator:
         """
         make_dataset = dataset_fn if _is_function(dataset_fn) else _Constant(dataset_fn)
         require_builder(make_dataset, "create_leased_dataset")
-        dataset_rows = require_leasable(make_dataset, batch_size, shuffle, seed, collate_fn, rows)
+        builder = reader_builder(make_dataset, batch_size, shuffle, seed, collate_fn, rows)
         name = f"the leased dataset {_name_of(dataset_fn)}"
-        builder = ReaderBuilder(make_dataset, dataset_rows, collate_fn)
         self.strategy._capture(make_dataset, (collate_fn,))
         packed = self._pack_builder(builder, "create_leased_dataset")
         reader = self._resources.add(PerWorkerValues(self, ResourceSpec(self._resources.next_number(), name, packed)))
         return LeasedDataset(
-            self, reader, dataset_rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
+            self, reader, builder.rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
         )
 
     def release(self, *objects: Any) -> None:

@@ -1,6 +1,9 @@
-"""Rows of a table by id, and rows combined per example, where the table may be in shards.
+"""Embeddings: rows of a table by id, and rows combined per example, where the table may be in shards.
 
-A table is a `ShardedVariable`, a list of its shards in order, a tensor or parameter ``(rows, …)``, or an
+Tables on parameter servers can be given more rows (`grow_rows`), and asked for those of the next batch while this one
+computes (`prefetch_rows`).
+
+To the lookups a table is a `ShardedVariable`, a list of its shards in order, a tensor or parameter ``(rows, …)``, or an
 `torch.nn.Embedding` (whose ``sparse`` and ``padding_idx`` hold, and whose own ``max_norm`` does not). Each lookup is
 differentiable; the gradient of a shard is a sparse COO tensor of the shard's shape that holds the rows looked up, by
 their number in the shard. Repeated ids stand in it repeatedly, and count each time.
@@ -8,17 +11,23 @@ their number in the shard. Repeated ids stand in it repeatedly, and count each t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core import context
+from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.sparse_ids import ID_DTYPES, SparseIds, parse_sparse_ids, parse_weights
 from torchstrat.parameter_server.variables.sharded_indexing import check_ids, handle_of, spans_of, split_ids
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+
+if TYPE_CHECKING:
+    from torchstrat.strategies.strategy import Strategy
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -116,6 +125,138 @@ def lookup_rows(table: Any, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table, sparse=True)
     rows: torch.Tensor = _RowsOfAnyShape.apply(table, ids)  # type: ignore[no-untyped-call]  # so torch has it
     return rows
+
+
+def grow_rows(
+    table: nn.Embedding | nn.EmbeddingBag | torch.Tensor,
+    rows: int,
+    *,
+    init: Callable[[torch.Tensor], Any] | None = None,
+) -> None:
+    """Give an embedding table on parameter servers more rows, while it is trained. Called on the coordinator::
+
+        if max_id >= model.table.num_embeddings:
+            ts.grow_rows(model.table, 2 * model.table.num_embeddings)
+
+    Rows that are there stay where they are, with their optimizer state; new ones are behind them, on the server of the
+    last ones, with the state of rows that no step has touched. ``table.weight`` stays the same parameter, with another
+    shape, here and on workers; ``num_embeddings`` of its modules follows. Works on ``device="meta"``, too.
+
+    It waits until no function is half-way; no update is lost. Functions that are in the queue, and those that run again
+    because their worker was lost, find the larger table. A checkpoint of before does not fit afterwards, and is an
+    error that says so (``restore(path, strict=False)`` leaves the table out): save one when the table has grown, and
+    make the larger table in the program that goes on from it.
+
+    Args:
+        table: the module, or its weight. Of a `ParameterServerStrategy`, and stepped by optimizers that treat each row
+            by itself (all elementwise ones).
+        rows: how many there are then. As many as there are does nothing.
+        init: fills the new rows in place, or returns them: ``(new rows, dim)``, on the CPU; for tables on ``meta`` on
+            ``meta``, by random or constant fillers. None: as the table's own were filled within the scope
+            (``normal_`` by ``nn.Embedding``, or what came after it).
+
+    Raises:
+        InvalidArgumentError: fewer rows than there are; how to initialise new ones is not known (rows were copied from
+            elsewhere, say), or ``init`` has made others; something here shows the memory of the table; a server has no
+            room for them. Nothing has changed.
+        UnsupportedError: the table is not on parameter servers; or an optimizer, or another module that has it too,
+            depends on the number of rows.
+        ContextError: called in a scheduled function, or within a replica.
+        CommunicationTimeoutError: functions ran for longer than the strategy's ``timeout``.
+        ParameterServerUnavailable: a server is gone.
+    """
+    weight = table.weight if isinstance(table, nn.Embedding | nn.EmbeddingBag) else table
+    if not isinstance(weight, torch.Tensor):
+        raise WrongTypeError(
+            f"grow_rows got a {type(table).__name__} as table; give it the nn.Embedding or nn.EmbeddingBag, or its "
+            "weight."
+        )
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        raise WrongTypeError(f"grow_rows got rows={rows!r:.80}; give it the number of rows that there are to be.")
+    if rows < 1:
+        raise InvalidArgumentError(f"grow_rows got rows={rows}; tables only grow.")
+    if init is not None and not callable(init):
+        raise WrongTypeError(f"grow_rows got init={init!r:.80}; give it a function that fills rows.")
+    is_worker = getattr(context.get_strategy(), "_is_worker", False)
+    if is_worker or (context.has_strategy() and context.get_replica_context() is not None):
+        raise ContextError(
+            "grow_rows was called in a scheduled function, or within a replica; call it on the coordinator, between "
+            "calls of schedule."
+        )
+    owner = _owner_of(weight)
+    grow = getattr(owner, "_grow_rows", None)
+    if grow is None:
+        held = "belongs to no strategy" if owner is None else f"belongs to a {type(owner).__name__}"
+        raise UnsupportedError(
+            f"grow_rows: the table of shape {tuple(weight.shape)} {held}, and tables grow on parameter servers alone. "
+            "Save a checkpoint, make the larger table in a new program, restore the rest with strict=False, and copy "
+            "the rows: new.weight[:old_rows] = old_weight, within torch.no_grad()."
+        )
+    grow(weight, rows, init)
+    if isinstance(table, nn.Embedding | nn.EmbeddingBag):
+        table.num_embeddings = rows
+
+
+def _owner_of(weight: torch.Tensor) -> Strategy | None:
+    still_open = (one for one in context.strategies if not one._closed)
+    return next((one for one in still_open if one.extended.variable_created_in_scope(weight)), None)
+
+
+def prefetch_rows(table: nn.Embedding | nn.EmbeddingBag | torch.Tensor, ids: torch.Tensor) -> None:
+    """Ask for the rows that a coming lookup needs, and return at once: they are gathered while this step goes on.
+
+    For functions that run on a worker of parameter servers, before what takes long, with the ids of the next batch::
+
+        def dataset_fn(context):  # each batch with the one after it
+            return itertools.pairwise(itertools.chain(loader, [None]))
+
+        def train_step(batch, following):
+            optimizer.zero_grad()
+            loss = loss_of(model(batch.ids), batch.labels)
+            if following is not None:
+                ts.prefetch_rows(model.table, following.ids)
+            loss.backward()
+            optimizer.step()
+
+    The next lookup of ``table`` in this function or in the next one on this worker takes the rows that were asked for,
+    and reads those of its ids that were not. Each request serves one lookup (of several, the one that has most of its
+    ids). What no lookup has taken is dropped when the function after the next one begins.
+
+    **The rows are as of the gather**: what was pushed since is not in them, this worker's own last push included. The
+    gradients are computed at those values, and applied to the ones that the servers have by then: no update is lost.
+    Rows that nobody has pushed to in the meantime are exact. A function that comes to a worker which had nothing to do,
+    as the first ones after `ClusterCoordinator.join`, reads everything anew.
+
+    Everywhere but in a function on such a worker, and there for a parameter that is held whole instead of by rows, this
+    does nothing: the same step runs under every strategy. Lookups with ``max_norm`` read everything anew, since they
+    write rows back. No more than 256 MiB of rows wait on a worker: what was asked for first makes room.
+
+    Args:
+        table: The module that looks rows up, or its weight.
+        ids: int32 or int64, any shape, on any device. Repetitions are fine. May be changed afterwards.
+
+    Raises:
+        InvalidArgumentError: an id is not in the table; nothing was asked for. On a worker; elsewhere ids are not read.
+        WrongTypeError: ``table`` or ``ids`` is something else. Everywhere.
+
+    A server that is lost meanwhile is an error of the lookup, not of this call.
+    """
+    if isinstance(table, nn.Embedding | nn.EmbeddingBag):
+        if table.max_norm is not None:
+            return
+        weight = table.weight
+    elif isinstance(table, torch.Tensor):
+        weight = table
+    else:
+        raise WrongTypeError(
+            f"prefetch_rows got a {type(table).__name__} as table; give it the nn.Embedding or nn.EmbeddingBag whose "
+            "lookup comes next, or its weight."
+        )
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in ID_DTYPES:
+        given = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
+        raise WrongTypeError(f"prefetch_rows got {given} as ids; give it a tensor of torch.int32 or torch.int64.")
+    if has_torch_function_unary(weight):  # a worker's table
+        handle_torch_function(prefetch_rows, (weight,), weight, ids)
 
 
 class _RowsOfAnyShape(torch.autograd.Function):

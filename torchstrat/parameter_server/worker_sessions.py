@@ -54,7 +54,7 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerLost,
 )
 from torchstrat.parameter_server.serialization.functions import Packed, unpack_exception
-from torchstrat.parameter_server.transport.envelopes import pack
+from torchstrat.parameter_server.transport.requests import pack
 
 
 @dataclass(slots=True)

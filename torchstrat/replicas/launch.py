@@ -15,8 +15,7 @@ from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
-from torchstrat.sharding.logical_devices import check_mesh_shape
-from torchstrat.sharding.rules import ShardingRules
+from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
 from torchstrat.strategies.extended import StrategyExtended
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
@@ -144,9 +143,9 @@ def _one_replica(
     """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
     processes can share it."""
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
-    from torchstrat.distributed.collectives.choose import choose_communicator
     from torchstrat.distributed.collectives.communicator import SharesMemory
     from torchstrat.distributed.collectives.shared_memory.device_copies import device_copies
+    from torchstrat.distributed.collectives.shm import choose_communicator
     from torchstrat.replicas.per_process.engine import PerProcessReplica
     from torchstrat.replicas.per_process.local_engine import LocalProcessReplica
     from torchstrat.replicas.per_process.step_pages import StepPages

@@ -36,7 +36,7 @@ class MirroredStrategy(Strategy):
         logical_devices_per_replica: the processes that compute one replica together: torchrun then starts replicas x so
             many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.sharding.dtensor`.
         sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
-            ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
+            ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.annotations`.
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
             axis ``d0``.
         independent: do not join the processes that a launcher started: each is a job of its own.

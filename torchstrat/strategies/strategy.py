@@ -35,9 +35,9 @@ from torchstrat.core.variable.variable import Variable
 from torchstrat.data.options import InputOptions
 from torchstrat.distributed.cluster import DEFAULT_TIMEOUT
 from torchstrat.replicas.engine import ReplicaEngine
+from torchstrat.sharding.annotations import LogicalDeviceMethods
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
-from torchstrat.sharding.logical_devices import LogicalDeviceMethods
 from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.tf_names import SeedNames
 

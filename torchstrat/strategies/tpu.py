@@ -15,9 +15,8 @@ from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.distributed.launcher import require_one_process
 from torchstrat.distributed.resolver_interface import ClusterResolver
+from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
 from torchstrat.sharding.grid import DeviceGrid
-from torchstrat.sharding.logical_devices import check_mesh_shape
-from torchstrat.sharding.rules import ShardingRules
 from torchstrat.sharding.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
 from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
 from torchstrat.sharding.tpu.engine import SpmdReplicas
@@ -44,7 +43,7 @@ class TPUStrategy(Strategy):
         experimental_device_assignment: the same under its older name.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
-            ``{"*.linear1.weight": (None, "d0")}``. See `torchstrat.sharding.rules`.
+            ``{"*.linear1.weight": (None, "d0")}``. See `torchstrat.sharding.annotations`.
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
             axis ``d0``.
         max_different_graphs: how many different shapes of input steps may be compiled for; more are an error.

@@ -39,8 +39,15 @@ from torchstrat.core.errors import (
     TorchstratError,
 )
 from torchstrat.parameter_server.interface import Handler, Peer, Task
-from torchstrat.parameter_server.transport.envelopes import Packed, unpack
-from torchstrat.parameter_server.transport.requests import Answerer, Incoming, Waiting, pack_request, result_of
+from torchstrat.parameter_server.transport.requests import (
+    Answerer,
+    Incoming,
+    Packed,
+    Waiting,
+    pack_request,
+    result_of,
+    unpack,
+)
 
 __all__ = ["FakeEndpoint", "FakeNetwork", "Handler", "Hold", "Message", "Peer", "Task"]
 

@@ -8,8 +8,7 @@ from typing import Any
 from tests.conformance.areas.topology import recorded_topology
 from tests.conformance.differences import returns
 from tests.conformance.harness import Case, Difference
-from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
-from torchstrat.sharding.tpu.device_order import DeviceOrderMode
+from torchstrat.sharding.tpu.device_assignment import DeviceAssignment, DeviceOrderMode
 
 MISC: dict[str, dict[str, Any]] = {
     "rank-3 computation shape": {"computation_shape": [1, 1, 2], "num_replicas": 1},

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 if TYPE_CHECKING:
+    from torchstrat.distributed.collectives.notes import Words
     from torchstrat.distributed.collectives.shared_memory.common_memory import Kind, Place
     from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
-    from torchstrat.distributed.collectives.words import Words
 
 
 class Work(Protocol):

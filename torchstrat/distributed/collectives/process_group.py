@@ -24,11 +24,9 @@ from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.distributed.collectives.agreement import OBJECT, header, length_in
 from torchstrat.distributed.collectives.default_group import DefaultGroup
-from torchstrat.distributed.collectives.failures import PATIENCE_SECONDS, FailureBoard
-from torchstrat.distributed.collectives.peers import Identity, Peers
+from torchstrat.distributed.collectives.notes import PATIENCE_SECONDS, FailureBoard, Words
 from torchstrat.distributed.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
-from torchstrat.distributed.collectives.standstill import MOMENT_SECONDS, Channel, StandstillError
-from torchstrat.distributed.collectives.words import Words
+from torchstrat.distributed.collectives.standstill import MOMENT_SECONDS, Channel, Identity, Peers, StandstillError
 
 logger = logging.getLogger("torchstrat.collectives")
 

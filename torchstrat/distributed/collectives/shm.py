@@ -1,9 +1,7 @@
-"""Collectives in memory that the processes of one host share: no byte crosses a socket.
+"""Collectives in memory that the processes of one host share: no byte crosses a socket. Else sockets are chosen.
 
 Everything else (other channels, subgroups, notes about failures) is left to the process group, and so are tensors on
 GPUs, but for gradients: these are added up in host memory, where the ranks are told to.
-
-Sums over ranks whose tensors lie on devices: made in host memory, by way of copies.
 """
 
 from __future__ import annotations
@@ -11,21 +9,28 @@ from __future__ import annotations
 import functools
 import pickle
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import bytes_of
+from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.distributed.collectives.communicator import Communicator, Work
+from torchstrat.distributed.collectives.notes import Words
 from torchstrat.distributed.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import BLOCK_BYTES, Blocks, InPlaceSum, Piece
-from torchstrat.distributed.collectives.shared_memory.neighbours import Neighbours
-from torchstrat.distributed.collectives.words import Words
+from torchstrat.distributed.collectives.shared_memory.neighbours import (
+    Neighbours,
+    NoSharedMemoryError,
+    NotNeighboursError,
+)
 
 
 class StagedSum:
@@ -271,3 +276,55 @@ class SharedMemoryCommunicator:
         self._blocks.lockstep.leave()
         self._sockets.close()
         self._neighbours.close()
+
+
+class Chosen(NamedTuple):
+    communicator: Communicator
+    why: str
+    """What is in use and why, in words."""
+
+
+def choose_communicator(
+    plan: ProcessPlan, device: str, timeout: timedelta, collectives: str, copies: DeviceCopies | None = None
+) -> Chosen:
+    """Every process of the job calls it, with the same ``collectives``: "auto", "shared_memory" or "process_group".
+
+    ``copies``: of a rank on a device whose gradients are to meet in host memory. Without them those on GPUs use NCCL.
+
+    Raises `UnsupportedError`, on all of them, where shared memory was asked for and cannot be had.
+    """
+    is_on_gpu = device.startswith("cuda")
+    if collectives == "process_group":
+        name = "NCCL" if is_on_gpu else "gloo"
+        return Chosen(ProcessGroupCommunicator(plan, device, timeout), f"{name}, as was asked for")
+    if is_on_gpu and copies is None:
+        sockets = ProcessGroupCommunicator(plan, device, timeout)
+        return _without(sockets, collectives, "NCCL", "replicas compute on GPUs")
+    sockets = ProcessGroupCommunicator(plan, "cpu", timeout)
+    try:
+        why = f"shared memory: all {plan.size} processes are on this host"
+        if copies is not None:
+            why += ", and copy between it and their devices"
+        return Chosen(SharedMemoryCommunicator(sockets, copies), why)
+    except NotNeighboursError as reason:
+        name = "NCCL" if is_on_gpu else "gloo"
+        if collectives == "auto" and isinstance(reason, NoSharedMemoryError):
+            warnings.warn(
+                f"the processes talk through sockets ({name}), which is slower, because they could not share memory: "
+                f"{reason}. Pass collectives='process_group' if that is meant.",
+                stacklevel=5,
+            )
+        if collectives == "auto" and is_on_gpu:
+            sockets.close()
+            sockets = ProcessGroupCommunicator(plan, device, timeout)
+        return _without(sockets, collectives, name, str(reason))
+
+
+def _without(sockets: ProcessGroupCommunicator, collectives: str, name: str, reason: str) -> Chosen:
+    if collectives == "shared_memory":
+        sockets.close()
+        raise UnsupportedError(
+            f"collectives='shared_memory' was asked for, and shared memory cannot be used: {reason}. Leave the "
+            "argument out to use what is there."
+        )
+    return Chosen(sockets, f"{name}, because {reason}")

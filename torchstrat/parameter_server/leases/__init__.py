@@ -1,5 +1,5 @@
 """Rows of a dataset, leased to scheduled functions, so that an epoch sees every row exactly once.
 
-Reading order: `dataset` (what the user holds), `epoch` (which row is where), `ledger` (the account of it), `lease` (one
-function's rows), `order`, `reader` (the worker's side), `intervals`.
+Reading order: `dataset` (what the user holds, and the account of it), `epoch` (which row is where, and the order),
+`lease` (one function's rows, and the worker's side).
 """

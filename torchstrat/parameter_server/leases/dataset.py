@@ -1,20 +1,102 @@
-"""`LeasedDataset`: an epoch's rows, handed out to functions until each was finished exactly once."""
+"""`LeasedDataset`: an epoch's rows, handed out until each was finished exactly once; `Ledger` is the account of it."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, LedgerError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data.spec import undisturbed_randomness
-from torchstrat.parameter_server.leases.epoch import Epoch, Positions
-from torchstrat.parameter_server.leases.lease import Lease
-from torchstrat.parameter_server.leases.ledger import Ledger
-from torchstrat.parameter_server.leases.order import DrawnOrder, DrawOrder, InOrder, RowOrder, ShuffledOrder, rows_at
-from torchstrat.parameter_server.leases.reader import number_of_rows
+from torchstrat.parameter_server.leases.epoch import (
+    DrawnOrder,
+    DrawOrder,
+    Epoch,
+    InOrder,
+    Positions,
+    RowOrder,
+    ShuffledOrder,
+    rows_at,
+)
+from torchstrat.parameter_server.leases.lease import Lease, ReaderBuilder, number_of_rows
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What has become of the rows of one epoch, at one moment. Every field but ``epoch`` counts rows.
+
+    At every moment ``rows == finished + scheduled + left + lost``, each row being in one of these, and
+    ``handed_out == finished + scheduled + lost + returned``.
+
+    Attributes:
+        epoch: counted from 0.
+        rows: that the epoch has; with ``drop_last``, less those at its end that make no whole batch.
+        handed_out: in leases, each time that a row is in one. Resumed epochs begin with what was finished.
+        finished: in leases whose functions have returned.
+        scheduled: in leases whose functions have not ended yet: queued, or on a worker.
+        left: to be handed out, for the first time or again.
+        repeated: sent to a worker again, because the one before was lost, and may have begun them; the function runs
+            again with the same rows, and what it had changed on the servers already is not changed twice.
+        returned: that came back, each time: their function raised or was cancelled, or their lease was never scheduled
+            before the next ``for`` over the dataset began. They are handed out again.
+        lost: in leases that were handed out and not scheduled.
+        twice: finished more than once; always 0 but for a bug of torchstrat.
+        lost_rows: numbers of rows of the dataset that are lost, not more than ten.
+    """
+
+    epoch: int
+    rows: int
+    handed_out: int
+    finished: int
+    scheduled: int
+    left: int
+    repeated: int
+    returned: int
+    lost: int
+    twice: int = 0
+    lost_rows: tuple[int, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row of the epoch was finished."""
+        return self.finished == self.rows
+
+    def check(self, *, complete: bool = True) -> None:
+        """Raise `LedgerError` unless every row of the epoch was finished exactly once.
+
+        ``complete=False``: in the middle of an epoch; rows may be with functions, or left.
+        """
+        problems = []
+        if self.twice:
+            problems.append(f"{_rows(self.twice)} finished twice")
+        if self.lost:
+            such_as = f"{', '.join(map(str, self.lost_rows))}{', …' if self.lost > len(self.lost_rows) else ''}"
+            problems.append(f"{_rows(self.lost)} handed out in leases that were never scheduled: {such_as}")
+        if self.rows != self.finished + self.scheduled + self.left + self.lost:
+            problems.append(
+                f"{self.finished} finished, {self.scheduled} with functions, {self.left} to be handed out and "
+                f"{self.lost} lost do not make {self.rows}"
+            )
+        if self.handed_out != self.finished + self.scheduled + self.lost + self.returned:
+            problems.append(
+                f"{self.handed_out} were handed out, and {self.finished} finished, {self.scheduled} with functions, "
+                f"{self.lost} lost and {self.returned} returned do not make that"
+            )
+        if complete and not problems and not self.is_complete:
+            problems.append(
+                f"{_rows(self.rows - self.finished)} not finished: {self.scheduled} with functions (wait for these "
+                f"with coordinator.join()), {self.left} to be handed out (by another `for` over the leased dataset)"
+            )
+        if problems:
+            raise LedgerError(f"epoch {self.epoch} of {self.rows} rows: {'; '.join(problems)}.")
+
+
+def _rows(number: int) -> str:
+    return f"{number} row was" if number == 1 else f"{number} rows were"
+
 
 _MOST_EXAMPLES = 10
 _STATE = ("epoch", "seed", "shuffle", "dataset_rows", "rows", "finished", "repeated", "returned")
@@ -269,11 +351,11 @@ def require_batch_size(batch_size: Any) -> None:
         raise InvalidArgumentError(f"batch_size={batch_size!r} must be a whole number of rows, at least 1.")
 
 
-def require_leasable(
+def reader_builder(
     make_dataset: Callable[[], Any], batch_size: Any, shuffle: Any, seed: Any, collate_fn: Any, rows: Any
-) -> int:
-    """Check what `ClusterCoordinator.create_leased_dataset` was given. The length of the dataset: ``rows``, or that of
-    the one which ``make_dataset`` makes here."""
+) -> ReaderBuilder:
+    """Check what `ClusterCoordinator.create_leased_dataset` was given, and make of it what builds the workers' readers.
+    The length of the dataset is ``rows``, or that of the one which ``make_dataset`` makes here."""
     require_batch_size(batch_size)
     if not isinstance(shuffle, bool) and not callable(shuffle):
         raise InvalidArgumentError(
@@ -286,7 +368,7 @@ def require_leasable(
         require_callable(collate_fn, "create_leased_dataset(collate_fn=…)")
     if rows is None:
         with undisturbed_randomness():
-            return number_of_rows(make_dataset())
+            rows = number_of_rows(make_dataset())
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
         raise InvalidArgumentError(f"rows={rows!r} must be the number of rows of the dataset.")
-    return rows
+    return ReaderBuilder(make_dataset, rows, collate_fn)

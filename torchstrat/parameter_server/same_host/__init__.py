@@ -4,8 +4,7 @@ From the inside out::
 
     pool.py         tensors whose memory other processes can be shown, and which comes back when they die
     channel.py      a socket that carries messages, and the descriptors of memory that is new to the other side
-    caller.py       the end that calls, and owns all memory
-    callee.py       the end that answers
+    connection.py   the end that calls, and owns all memory, and the end that answers
     peers.py        the ways to all processes of this host, which begin with a greeting: what the transport uses
 
 **Who owns what.** Everything is the caller's: tensors of a request, and the places where those of its answer are put.

@@ -30,12 +30,10 @@ from torchstrat.core.errors import AuthenticationError, CommunicationError
 from torchstrat.distributed.collectives.shared_memory.segment import Segment
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
-from torchstrat.parameter_server.same_host.callee import Callee, Serve
-from torchstrat.parameter_server.same_host.caller import Caller, Process
 from torchstrat.parameter_server.same_host.channel import Channel
+from torchstrat.parameter_server.same_host.connection import Callee, Caller, Process, Serve
 from torchstrat.parameter_server.same_host.pool import SharedPool
-from torchstrat.parameter_server.transport.envelopes import Envelopes
-from torchstrat.parameter_server.transport.requests import pack_result, result_of
+from torchstrat.parameter_server.transport.requests import Envelopes, pack_result, result_of
 
 SECONDS = 5.0
 """How long each end waits for the other: they do nothing else in between."""

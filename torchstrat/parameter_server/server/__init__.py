@@ -9,6 +9,5 @@ From the inside out::
     shards.py             a variable's shards here, its lock, its optimizers' state; the one way to change them
     optimizer_step.py     one `OptimizerStep` of a push: checked first, then made
     store.py              all of it together, behind locks
-    checkpoint_shards.py  what is here, written to a checkpoint and read from one
-    service.py            the store's methods as messages
+    service.py            the store's methods as messages; what is here, written to a checkpoint and read from one
 """

@@ -42,13 +42,17 @@ import torch
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, PeerUnavailableError, TorchstratError
 from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError
 from torchstrat.parameter_server.interface import Handler, Peer, Task
-from torchstrat.parameter_server.same_host.caller import timed_out
+from torchstrat.parameter_server.same_host.connection import timed_out
 from torchstrat.parameter_server.same_host.peers import Neighbours, why_not
-from torchstrat.parameter_server.transport.envelopes import REFUSAL, Envelopes, Packed, Received, Request
 from torchstrat.parameter_server.transport.failure_detector import Watching
 from torchstrat.parameter_server.transport.requests import (
+    REFUSAL,
     Answerer,
+    Envelopes,
     Incoming,
+    Packed,
+    Received,
+    Request,
     Waiting,
     pack_request,
     pack_result,

@@ -28,7 +28,7 @@ import torch
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
-from torchstrat.parameter_server.transport.envelopes import SELF_TEST
+from torchstrat.parameter_server.transport.requests import SELF_TEST
 
 try:
     import torch.distributed.autograd as dist_autograd

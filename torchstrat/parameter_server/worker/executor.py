@@ -21,7 +21,7 @@ from torchstrat.parameter_server.dispatch import Raised, Report
 from torchstrat.parameter_server.interface import Endpoint, Peer
 from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.server.deduplication import EarlierRuns
-from torchstrat.parameter_server.transport.envelopes import pack
+from torchstrat.parameter_server.transport.requests import pack
 from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradients

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.parameter_server.embedding import prefetch_rows
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.row_prefetch import prefetch_rows
 from torchstrat.parameter_server.variables.remote_access import VariableAccess
 from torchstrat.parameter_server.worker.gradients import RowGradient, as_rows, by_rows
 from torchstrat.parameter_server.worker.stand_ins import DATA, GRAD, WatchedParameter, refuse_in_a_fork

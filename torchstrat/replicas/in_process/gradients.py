@@ -18,8 +18,8 @@ from torchstrat.core.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.communicator import Work
+from torchstrat.distributed.collectives.notes import Words
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.distributed.collectives.words import Words
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer

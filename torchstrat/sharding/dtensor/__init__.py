@@ -1,6 +1,6 @@
 """Replicas of several logical devices, one process each, on `torch.distributed.tensor`.
 
 What a step cuts is a `CutTensor`, a DTensor that knows only operators which are proven equal to plain PyTorch; what it
-does not cut stays a plain tensor, whole on every logical device. Reading order: `axes`, `devices`, `cut_tensor`,
-`moves`, `operators`, `parameters`, `engine`.
+does not cut stays a plain tensor, whole on every logical device. Reading order: `devices`, `cut_tensors`,
+`operators`, `parameters`, `engine`.
 """

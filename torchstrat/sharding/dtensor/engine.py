@@ -36,19 +36,16 @@ from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
 from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.engine import ReplicaStates, adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica
+from torchstrat.sharding.annotations import Assignments, ShardingRules
 from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
-from torchstrat.sharding.dtensor.cut_tensor import CutTensor
-from torchstrat.sharding.dtensor.devices import LogicalDevices
-from torchstrat.sharding.dtensor.moves import recut, whole
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, recut, whole
+from torchstrat.sharding.dtensor.devices import LogicalDevices, Traffic
 from torchstrat.sharding.dtensor.operators import with_stand_ins
 from torchstrat.sharding.dtensor.parameters import CutVariables
 from torchstrat.sharding.dtensor.replica_axis import FirstOfReplica
 from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
-from torchstrat.sharding.dtensor.traffic import Traffic
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
-from torchstrat.sharding.logical_devices import Assignments
-from torchstrat.sharding.rules import ShardingRules
 
 
 def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: Any) -> None:

@@ -16,18 +16,16 @@ import torch.distributed as dist
 from torchstrat.core.devices import torch_device
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.choose import choose_communicator
 from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.distributed.collectives.notes import Words
 from torchstrat.distributed.collectives.process_group import Done, abandon
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError
-from torchstrat.distributed.collectives.shm import SharedMemoryCommunicator
-from torchstrat.distributed.collectives.words import Words
-from torchstrat.sharding.dtensor.axes import LogicalAxes
-from torchstrat.sharding.dtensor.devices import LogicalDevices, make_groups, make_mesh
+from torchstrat.distributed.collectives.shm import SharedMemoryCommunicator, choose_communicator
+from torchstrat.sharding.annotations import ShardingRules
+from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, make_groups, make_mesh
 from torchstrat.sharding.dtensor.engine import LogicalReplicas
 from torchstrat.sharding.dtensor.replica_axis import OwnColumn, OwnColumnInPlace
-from torchstrat.sharding.rules import ShardingRules
 
 
 class Alone:

@@ -38,10 +38,8 @@ from torchstrat.core.randomness import state_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.sharding.dtensor.axes import Cut
-from torchstrat.sharding.dtensor.cut_tensor import CutTensor
-from torchstrat.sharding.dtensor.devices import LogicalDevices
-from torchstrat.sharding.dtensor.moves import leave
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import Note, without_values
 from torchstrat.sharding.grid import Sharding
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace, Work
+from torchstrat.distributed.collectives.notes import Words
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.distributed.collectives.words import Words
 
 
 class FirstOfReplica:

@@ -20,7 +20,7 @@ from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
 from torchstrat.core.pieces import plain_kind
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.sharding.dtensor.cut_tensor import STAND_IN, CutTensor
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor
 from torchstrat.sharding.dtensor.operators import apply
 from torchstrat.sharding.dtensor.parameters import CutVariables
 

@@ -4,8 +4,7 @@ Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor 
 """
 
 from torchstrat.sharding.tpu import experimental
-from torchstrat.sharding.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment
-from torchstrat.sharding.tpu.device_order import DeviceOrderMode
+from torchstrat.sharding.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode
 from torchstrat.sharding.tpu.system import experimental_connect_to_cluster, initialize_tpu_system
 from torchstrat.sharding.tpu.topology import Topology
 

@@ -29,20 +29,17 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import WorkerThreads
 from torchstrat.replicas.state import DifferingEdits
+from torchstrat.sharding.annotations import Assignments
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
-from torchstrat.sharding.logical_devices import Assignments
 from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights, Meet
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
-from torchstrat.sharding.tpu.draws import is_draw, is_fill, on_host
-from torchstrat.sharding.tpu.feeding import Feeder, LanePlacement
-from torchstrat.sharding.tpu.inputs import Inputs, Pass, Stacked, global_inputs
-from torchstrat.sharding.tpu.lane_values import LaneValues
+from torchstrat.sharding.tpu.draws import RandomStream, is_draw, is_fill, on_host
+from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LanePlacement, LaneValues, Pass, Stacked, global_inputs
 from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import refused_program
 from torchstrat.sharding.tpu.passes import Passes
-from torchstrat.sharding.tpu.random_stream import RandomStream
 from torchstrat.sharding.tpu.recording import Recording
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.spmd import SpmdRuntime

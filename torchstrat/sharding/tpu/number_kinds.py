@@ -6,15 +6,29 @@ and none for others. Those of `_RIGHT` have been compared with the host's, value
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.sharding.tpu.named_functions import members
-from torchstrat.sharding.tpu.places import current_place
+from torchstrat.sharding.tpu.limits import current_place
+
+
+def members(names: Iterable[str], *owners: Any) -> frozenset[Any]:
+    """What the ``owners`` (`torch`, `torch.Tensor` …) have under these names: functions, and for properties what gets
+    their value. What this version of torch lacks is left out."""
+    found: set[Any] = set()
+    for name in names:
+        for owner in owners:
+            member: Any = getattr(owner, name, None)
+            if callable(member):
+                found.add(member)
+            elif hasattr(member, "__get__"):
+                found.add(member.__get__)
+    return frozenset(found)
+
 
 Tensor = torch.Tensor
 _TENSOR: Any = torch.Tensor

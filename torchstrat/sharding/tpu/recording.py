@@ -24,14 +24,11 @@ from torchstrat.core.variable.storage import Given
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights, Meet
-from torchstrat.sharding.tpu.draws import Draws
+from torchstrat.sharding.tpu.draws import Draws, RandomStream
 from torchstrat.sharding.tpu.edits import Edits
-from torchstrat.sharding.tpu.feeding import Feeder
-from torchstrat.sharding.tpu.inputs import Inputs, Pass, Stacked
-from torchstrat.sharding.tpu.lane_values import LaneValues, join_passes
+from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LaneValues, Pass, Stacked, join_passes
 from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import explained, refused_program
-from torchstrat.sharding.tpu.random_stream import RandomStream
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.step_mode import StepMode
 

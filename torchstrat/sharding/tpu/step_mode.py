@@ -28,10 +28,8 @@ from torchstrat.sharding.tpu.backward import LaneBackward
 from torchstrat.sharding.tpu.draws import Draws, is_draw
 from torchstrat.sharding.tpu.edits import Edits, is_edit
 from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
-from torchstrat.sharding.tpu.limits import named, require_possible
-from torchstrat.sharding.tpu.named_functions import members
-from torchstrat.sharding.tpu.number_kinds import is_any_complex, of_complex
-from torchstrat.sharding.tpu.places import current_place
+from torchstrat.sharding.tpu.limits import current_place, named, require_possible
+from torchstrat.sharding.tpu.number_kinds import is_any_complex, members, of_complex
 from torchstrat.sharding.tpu.rewrites import Rewrites
 
 _NAMES = (

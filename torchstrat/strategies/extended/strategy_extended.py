@@ -31,7 +31,7 @@ from torchstrat.replicas.per_process.drift import PeriodicChecks
 from torchstrat.strategies.extended import destinations as placing
 
 if TYPE_CHECKING:
-    from torchstrat.sharding.dtensor.traffic import Traffic
+    from torchstrat.sharding.dtensor.devices import Traffic
     from torchstrat.strategies.strategy import Strategy
 
 

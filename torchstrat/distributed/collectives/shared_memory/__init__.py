@@ -5,11 +5,9 @@ From the inside out::
     segment.py        memory without a name, whose size is certain before it is touched
     neighbours.py     processes find each other, prove who they are, and pass descriptors
     lockstep.py       a sequence number per rank: publish, sleep until the others come (futex), notice who died
-    own_pages.py      which pages of a private mapping were written to
     common_memory.py  tensors that all ranks see and each may change for itself
     in_place_sum.py   sum lists of tensors where they lie, by blocks that ranks write in turns and that fit the cache
     device_copies.py  to a device and back, for ranks that compute there
-    staged_sum.py     the same sums of tensors on devices
 
 `torchstrat.distributed.collectives.shm` makes a `Communicator` of them.
 """

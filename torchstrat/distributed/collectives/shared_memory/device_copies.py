@@ -17,8 +17,7 @@ from typing import Protocol
 
 import torch
 
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory
-from torchstrat.distributed.collectives.shared_memory.own_pages import PAGE_BYTES
+from torchstrat.distributed.collectives.shared_memory.common_memory import PAGE_BYTES, CommonMemory
 from torchstrat.distributed.collectives.shared_memory.segment import Segment
 
 _ALIGNMENT_BYTES = 64

@@ -1,14 +1,9 @@
 """The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written."""
 
 from torchstrat.sharding.dtensor.operators import (
-    attention,
     contraction,
     convolution,
-    dropout,
     elementwise,
-    embedding,
-    gradients,
-    in_place,
     losses,
     normalization,
     reductions,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from torchstrat.sharding.dtensor import moves
+from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor.operators.contraction import INNER, agree_on_labels, cut_by_labels
 from torchstrat.sharding.dtensor.operators.reductions import mean
 from torchstrat.sharding.dtensor.operators.rules import Call, rule, shape_of
@@ -61,7 +61,7 @@ def with_neighbours(
                 f"{size} in bands of {band}, does not make the same band of its result of size {outputs} from each: "
                 f"{outputs} x {stride} has to be {size}, and windows no larger than bands"
             )
-        local = moves.with_edges(local, call.devices, axes, dim, left, max(0, after), fill)
+        local = cut_tensors.with_edges(local, call.devices, axes, dim, left, max(0, after), fill)
         if after < 0:  # rows at the end of a band that no window needs
             local = local.narrow(dim, 0, local.shape[dim] + after)
         rest.append((0, 0))

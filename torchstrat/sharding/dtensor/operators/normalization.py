@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from torchstrat.core.half_precision import widen
-from torchstrat.sharding.dtensor.axes import Cut
+from torchstrat.sharding.dtensor.devices import Cut
 from torchstrat.sharding.dtensor.operators.rules import Call, cut_axes, rule, shape_of
 
 

@@ -20,12 +20,11 @@ from torch.nn import functional
 from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast_enabled, is_inside_transform
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
-from torchstrat.sharding.dtensor import moves
+from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.axes import Cut, cut_axes
-from torchstrat.sharding.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
-from torchstrat.sharding.dtensor.devices import LogicalDevices
-from torchstrat.sharding.dtensor.metadata import METADATA, getters
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, refused, shape_of
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices, cut_axes
+from torchstrat.sharding.dtensor.no_values import METADATA, getters
 
 _MOST = 1 << 14
 _known: set[Hashable] = set()
@@ -165,29 +164,29 @@ class Call:
         return name_of(self.function)
 
     def cut(self, tensor: torch.Tensor) -> Cut:
-        return moves.cut_of(tensor, self.devices)
+        return cut_tensors.cut_of(tensor, self.devices)
 
     def axes_of(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
         """The axes that cut dimension ``dim`` of ``tensor``."""
         return self.devices.axes.axes_of(self.cut(tensor), dim)
 
     def enter(self, tensor: torch.Tensor, wanted: Cut, varying: Iterable[int]) -> torch.Tensor:
-        """See `moves.enter`."""
-        return moves.enter(tensor, self.devices, wanted, tuple(varying))
+        """See `cut_tensors.enter`."""
+        return cut_tensors.enter(tensor, self.devices, wanted, tuple(varying))
 
     def open(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece as it is."""
         return self.enter(tensor, self.cut(tensor), ())
 
     def leave(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return moves.leave(local, self.devices, cut)
+        return cut_tensors.leave(local, self.devices, cut)
 
     def added_up(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        return moves.added_up(part, self.devices, axes)
+        return cut_tensors.added_up(part, self.devices, axes)
 
     def total(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         """The sum over ``axes``, for use in a computation that varies along them."""
-        return moves.spread(moves.added_up(part, self.devices, axes), self.devices, axes)
+        return cut_tensors.spread(cut_tensors.added_up(part, self.devices, axes), self.devices, axes)
 
     def largest(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         """The elementwise maximum over ``axes``, without a gradient."""
@@ -336,9 +335,9 @@ def _as_piece(tensor: CutTensor, gradient: Any) -> Any:
             "Tensor.grad",
             f"of shape {tuple(shape_of(tensor))} was given a gradient of shape {tuple(shape_of(gradient))}",
         )
-    if moves.cut_of(gradient, tensor._devices) == tensor._cut:
+    if cut_tensors.cut_of(gradient, tensor._devices) == tensor._cut:
         return local_of(gradient)
-    return moves.enter(gradient.detach(), tensor._devices, tensor._cut, ()).clone()
+    return cut_tensors.enter(gradient.detach(), tensor._devices, tensor._cut, ()).clone()
 
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.sharding.dtensor.axes import Cut, cut_axes
+from torchstrat.sharding.dtensor.devices import Cut, cut_axes
 from torchstrat.sharding.dtensor.operators.elementwise import cut_of_result
 from torchstrat.sharding.dtensor.operators.rules import Call, one_dim, rule, shape_of
 

@@ -9,28 +9,22 @@ values and gradients; `torchstrat.tpu.rewrites.losses` says what it cannot refus
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from torchstrat.sharding.tpu.rewrites import (
-    activations,
-    convolution,
-    embedding,
+    elementwise,
     fourier,
+    images,
     indexing,
     losses,
     normalization,
-    pooling,
-    precision,
     recurrent,
     refusals,
-    resizing,
-    scattering,
 )
-from torchstrat.sharding.tpu.rewrites.batch_normalization import BatchNormalization, TensorMap
+from torchstrat.sharding.tpu.rewrites.normalization import BatchNormalization, TensorMap
 
 __all__ = ["Rewrites"]
 
@@ -48,35 +42,11 @@ _EVERYWHERE: dict[Any, Function] = {
     F.smooth_l1_loss: losses.smooth_l1_loss,
     F.kl_div: losses.kl_div,
     F.gaussian_nll_loss: losses.gaussian_nll_loss,
-    F.embedding_bag: embedding.embedding_bag,
-    F.elu: activations.elu,
-    F.celu: activations.celu,
-    F.selu: activations.selu,
-    F.hardsigmoid: precision.hardsigmoid,
-    F.hardswish: precision.hardswish,
-    F.threshold: precision.threshold,
-    F.gelu: precision.gelu,
-    F.rrelu: activations.rrelu,
-    F.gumbel_softmax: activations.gumbel_softmax,
-    F.interpolate: resizing.interpolate,
-    F.upsample: resizing.upsample,
-    F.upsample_bilinear: resizing.upsample_bilinear,
-    **precision.functions(),
-    **pooling.functions(),
+    **elementwise.functions(),
+    **images.functions(),
     **indexing.functions(),
     **fourier.transforms(),
     **refusals.functions(),
-    **scattering.functions(),
-    F.prelu: activations.prelu,
-    torch.prelu: activations.prelu,
-    torch.Tensor.prelu: activations.prelu,
-    torch.celu: activations.celu,
-    torch.selu: activations.selu,
-    torch.rrelu: activations.rrelu,
-    torch.selu_: partial(activations.selu, inplace=True),
-    torch.celu_: partial(activations.celu, inplace=True),
-    torch.rrelu_: partial(activations.rrelu, inplace=True),
-    F.elu_: partial(activations.elu, inplace=True),
     torch.lstm_cell: recurrent.lstm_cell,
     torch.gru_cell: recurrent.gru_cell,
     torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),
@@ -85,15 +55,6 @@ _EVERYWHERE: dict[Any, Function] = {
     torch.gru: recurrent.refuse("GRU"),
     torch.rnn_tanh: recurrent.refuse("RNN"),
     torch.rnn_relu: recurrent.refuse("RNN"),
-}
-
-_WITH_LOGICAL_DEVICES: dict[Any, Function] = {
-    F.conv1d: convolution.convolution(1),
-    F.conv2d: convolution.convolution(2),
-    F.conv3d: convolution.convolution(3),
-    F.conv_transpose1d: convolution.transposed_convolution(1),
-    F.conv_transpose2d: convolution.transposed_convolution(2),
-    F.conv_transpose3d: convolution.transposed_convolution(3),
 }
 
 
@@ -112,7 +73,7 @@ class Rewrites:
         self.sync_batch_norm: Function = batch.sync_batch_norm
         self._found: dict[Any, Function] = {
             **_EVERYWHERE,
-            **(_WITH_LOGICAL_DEVICES if logical_devices > 1 else {}),
+            **(images.convolutions() if logical_devices > 1 else {}),
             F.batch_norm: batch.batch_norm,
             torch.batch_norm: batch.torch_batch_norm,
             F.instance_norm: batch.instance_norm,

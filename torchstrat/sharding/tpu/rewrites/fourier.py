@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.sharding.tpu.places import current_place
+from torchstrat.sharding.tpu.limits import current_place
 from torchstrat.sharding.tpu.rewrites.refusals import refuse
 
 _FRAMES = "Cut the signal with x.unfold(-1, length, hop), multiply with the window and use torch.fft."

@@ -1,4 +1,8 @@
-"""Operations on places of a tensor, and on its memory, as what they mean: torch_xla 2.9 loses their gradients."""
+"""Operations on places of a tensor, and on its memory, as what they mean: torch_xla 2.9 loses their gradients.
+
+`scatter` of a single value is a comparison of places: this compiler ends the process where it cuts such a one.
+`embedding_bag` is made of `embedding`, because ``vmap`` would run the original replica by replica.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.sharding.tpu.places import current_place
-from torchstrat.sharding.tpu.rewrites.scattering import scatter, scatter_add, scatter_reduce
+from torchstrat.sharding.tpu.limits import current_place
+from torchstrat.sharding.tpu.rewrites.elementwise import in_place
 
 Tensor = torch.Tensor
 
@@ -46,11 +51,74 @@ def functions() -> dict[Any, Callable[..., Any]]:
         ("put_", put),
         ("cumsum_", cumsum),
     ):
-        found[getattr(torch.Tensor, name)] = _in_place(replacement)
+        found[getattr(torch.Tensor, name)] = in_place(replacement)
     found[torch.linalg.eigh] = eigh
     found[torch.linalg.eigvalsh] = eigvalsh
-    found[torch.pdist] = found[torch.nn.functional.pdist] = pdist
+    found[torch.pdist] = found[F.pdist] = pdist
+    found[F.embedding_bag] = embedding_bag
+    scatterings: dict[str, Callable[..., Tensor]]
+    scatterings = {"scatter": scatter, "scatter_add": scatter_add, "scatter_reduce": scatter_reduce}
+    for name, scattering in scatterings.items():
+        found[getattr(torch, name)] = found[getattr(Tensor, name)] = scattering
+        found[getattr(Tensor, f"{name}_")] = in_place(scattering)
     return found
+
+
+def scatter(input: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, **rest: Any) -> Tensor:  # noqa: A002
+    """`torch.scatter`."""
+    given = value if src is None else src
+    if index.numel() != 1 or rest.get("reduce") is not None:
+        return torch.scatter(input, dim, index, given, **rest)
+    return torch.where(_place(input, dim, index), _first(given, input), input)
+
+
+def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    """`torch.scatter_add`."""
+    if index.numel() != 1:
+        return torch.scatter_add(input, dim, index, src)
+    return input + torch.where(_place(input, dim, index), _first(src, input), torch.zeros_like(input))
+
+
+def scatter_reduce(
+    input: Tensor,  # noqa: A002 - torch's name
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    """`torch.scatter_reduce`."""
+    if index.numel() != 1:
+        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+    place, value = _place(input, dim, index), _first(src, input)
+    reduced = _REDUCED[reduce](input, value) if include_self else value.expand_as(input)
+    return torch.where(place, reduced, input)
+
+
+_REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "mean": lambda one, other: (one + other) / 2 if one.is_floating_point() else (one + other) // 2,
+    "amax": torch.maximum,
+    "amin": torch.minimum,
+}
+
+
+def _place(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Of ``x``'s shape: True at the one place of ``index``, which has one entry."""
+    here = torch.ones((), dtype=torch.bool, device=x.device)
+    for at, size in enumerate(x.shape):
+        places = torch.arange(size, device=x.device).reshape(-1, *[1] * (x.dim() - 1 - at))
+        here = here & (places == (index.reshape(()) if at == dim % x.dim() else 0))
+    return here if x.dim() else here | (index.reshape(()) == 0)
+
+
+def _first(given: Any, x: Tensor) -> Tensor:
+    """The value that goes there."""
+    if isinstance(given, Tensor):
+        return given.reshape(-1)[:1].reshape(()).to(x.dtype)
+    return torch.full((), given, dtype=x.dtype, device=x.device)
 
 
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002 - torch's name
@@ -145,13 +213,6 @@ def _along(x: Tensor, dim: int, index: Tensor, source: Tensor) -> tuple[Tensor, 
         )
     after = x.dim() - 1 - dim % x.dim()
     return x, index.long().reshape(-1, *[1] * after).expand(source.shape), source
-
-
-def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def stored(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 - torch's name
-        return input.copy_(function(input.clone(), *args, **kwargs))
-
-    return stored
 
 
 def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:  # noqa: A002 - torch's name
@@ -269,4 +330,56 @@ def as_strided(
     return input.reshape(-1).index_select(0, places.reshape(-1).to(input.device)).reshape(tuple(size))
 
 
-__all__ = ["functions"]
+def embedding_bag(
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.embedding_bag`. ``input``: ``(bags, ids)``, or ``(ids,)`` with ``offsets`` ``(bags,)``.
+
+    The original is called, one replica after the other, for what does not take apart into plain tensor operations:
+    ``max_norm`` (which changes ``weight``), ``scale_grad_by_freq``, ``sparse``, and maxima over bags of any length.
+    """
+    unusual = max_norm is not None or scale_grad_by_freq or sparse or (mode == "max" and offsets is not None)
+    malformed = input.dim() != (2 if offsets is None else 1) or mode not in ("sum", "mean", "max")
+    if per_sample_weights is not None:
+        malformed = malformed or mode != "sum" or per_sample_weights.shape != input.shape
+    if unusual or malformed:  # the latter raises
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input.long(), weight, padding_idx)  # (*input.shape, features)
+    padding = None if padding_idx is None else padding_idx % weight.shape[0]
+    kept = torch.ones_like(input, dtype=torch.bool) if padding is None else input != padding
+    if mode == "max":
+        largest = rows.masked_fill(~kept.unsqueeze(-1), float("-inf")).max(dim=1).values
+        return torch.where(kept.any(dim=1).unsqueeze(-1), largest, 0)
+    rows = rows.masked_fill(~kept.unsqueeze(-1), 0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if offsets is None:
+        total, count = rows.sum(dim=1), kept.sum(dim=1)
+    else:
+        total, count = _sums(offsets, include_last_offset, rows, kept)
+    return total if mode == "sum" else total / count.clamp(min=1).to(total.dtype).unsqueeze(-1)
+
+
+def _sums(
+    offsets: torch.Tensor, include_last: bool, rows: torch.Tensor, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows`` ``(ids, features)`` and ``kept`` ``(ids,)`` summed per bag; a bag ends where the next one starts."""
+    position = torch.arange(rows.shape[0], device=rows.device)
+    bag = (position.unsqueeze(1) >= offsets).sum(dim=1) - 1
+    bags = offsets.shape[0]
+    total = rows.new_zeros(bags, rows.shape[1]).index_add(0, bag, rows)
+    count = kept.new_zeros(bags, dtype=torch.long).index_add(0, bag, kept.long())
+    return (total[:-1], count[:-1]) if include_last else (total, count)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.sharding.tpu.places import current_place
+from torchstrat.sharding.tpu.limits import current_place
 
 _NAMES = """
     cond eig eigvals geqrf inv_ex lstsq lu_unpack matrix_rank ormqr pca_lowrank pinv pinverse svd svd_lowrank

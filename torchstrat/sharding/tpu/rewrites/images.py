@@ -1,0 +1,311 @@
+"""Functions of images: convolutions in groups, pooling with unusual borders, and interpolation.
+
+Convolutions are rewritten for replicas of several logical devices only: where the rows are cut over some of the devices
+and kept whole on the others, XLA's SPMD partitioner (torch_xla 2.9) sums the weight gradient of a convolution in groups
+over all devices, and it comes out as many times too large as there are devices with the same rows. Without groups it is
+right, and so it is without logical devices.
+
+Average pooling with unusual borders, and its opposite for maxima, torch_xla 2.9 gets wrong or ends with. Interpolation
+goes by the factor asked for (the compiler's own by the ratio of the sizes): bilinear by products with each dimension's
+weights in the precision asked for, and of the nearest pixel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from torchstrat.core.half_precision import widen
+
+Tensor = torch.Tensor
+Sizes = int | Sequence[int]
+
+
+def convolutions() -> dict[Any, Callable[..., Tensor]]:
+    """The function of PyTorch → its replacement for replicas of several logical devices."""
+    return {
+        **{function: partial(_convolution, spatial) for spatial, function in _CONVOLUTIONS.items()},
+        **{function: partial(_transposed_convolution, spatial) for spatial, function in _TRANSPOSED.items()},
+    }
+
+
+def functions() -> dict[Any, Callable[..., Any]]:
+    """The function of PyTorch → its replacement."""
+    average: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+    unpool: tuple[Any, ...] = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
+    return {
+        **{function: partial(_average, function, spatial) for spatial, function in enumerate(average, 1)},
+        torch.avg_pool1d: partial(_average, F.avg_pool1d, 1),
+        **{function: partial(_unpool, spatial) for spatial, function in enumerate(unpool, 1)},
+        F.interpolate: interpolate,
+        F.upsample: upsample,
+        F.upsample_bilinear: upsample_bilinear,
+    }
+
+
+_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
+
+
+def _convolution(
+    spatial: int,
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``input``: ``([rows,] channels, …)``, ``weight``: ``(outputs, channels / groups, …)``.
+
+    A sum over the places of the kernel, of the input moved to there times the weights of that place.
+    """
+    if groups == 1 or not _fits(spatial, input, weight, bias, groups):  # the latter raises
+        return _CONVOLUTIONS[spatial](input, weight, bias, stride, padding, dilation, groups)
+    if input.dim() == spatial + 1:
+        whole = input.unsqueeze(0)
+        return _convolution(spatial, whole, weight, bias, stride, padding, dilation, groups).squeeze(0)
+    kernel = weight.shape[2:]
+    strides, dilations = _per_dim(stride, spatial), _per_dim(dilation, spatial)
+    reach = [step * (size - 1) for step, size in zip(dilations, kernel, strict=True)]
+    padded = F.pad(input, _margins(padding, reach))
+    outputs = [(size - far - 1) // s + 1 for size, far, s in zip(padded.shape[2:], reach, strides, strict=True)]
+    wide = torch.float32 if input.dtype in (torch.bfloat16, torch.float16) else input.dtype
+    x = padded.to(wide).unflatten(1, (groups, -1))
+    w = weight.to(wide).unflatten(0, (groups, -1))  # (groups, outputs / groups, channels / groups, *kernel)
+    y: Tensor | None = None
+    for place in itertools.product(*map(range, kernel)):
+        window: list[Any] = [Ellipsis]
+        for at, d, s, size in zip(place, dilations, strides, outputs, strict=True):
+            window.append(slice(at * d, at * d + (size - 1) * s + 1, s))
+        here: tuple[Any, ...] = (*[slice(None)] * 3, *place)
+        term = torch.einsum("ngc...,goc->ngo...", x[tuple(window)], w[here])
+        y = term if y is None else y + term
+    assert y is not None
+    y = y.flatten(1, 2)
+    return (y if bias is None else y + bias.to(wide).reshape(-1, *[1] * spatial)).to(input.dtype)
+
+
+def _transposed_convolution(
+    spatial: int,
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+) -> Tensor:
+    """``input``: ``([rows,] channels, …)``, ``weight``: ``(channels, outputs / groups, …)``. Group by group."""
+    original = _TRANSPOSED[spatial]
+    if groups == 1 or weight.shape[0] % groups or input.shape[-spatial - 1] != weight.shape[0]:  # the latter raise
+        return original(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    inputs, weights = input.chunk(groups, dim=-spatial - 1), weight.chunk(groups, dim=0)
+    biases: Any = [None] * groups if bias is None else bias.chunk(groups)
+    parts = [
+        original(x, w, b, stride, padding, output_padding, 1, dilation)
+        for x, w, b in zip(inputs, weights, biases, strict=True)
+    ]
+    return torch.cat(parts, dim=-spatial - 1)
+
+
+def _fits(spatial: int, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> bool:
+    return (
+        x.dim() in (spatial + 1, spatial + 2)
+        and weight.dim() == spatial + 2
+        and groups > 0
+        and weight.shape[0] % groups == 0
+        and x.shape[-spatial - 1] == weight.shape[1] * groups
+        and (bias is None or bias.shape == (weight.shape[0],))
+    )
+
+
+def _per_dim(sizes: Sizes, spatial: int) -> list[int]:
+    given = [sizes] if isinstance(sizes, int) else list(sizes)
+    return given * spatial if len(given) == 1 else given
+
+
+def _margins(padding: Sizes | str, reach: list[int]) -> list[int]:
+    """What `torch.nn.functional.pad` is given: before and after, from the last dimension to the first."""
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        before = [far // 2 for far in reach]
+        after = [far - own for far, own in zip(reach, before, strict=True)]
+    else:
+        assert not isinstance(padding, str)
+        before = after = _per_dim(padding, len(reach))
+    pairs = list(zip(before, after, strict=True))
+    return [margin for pair in reversed(pairs) for margin in pair]
+
+
+def _average(
+    original: Callable[..., Tensor],
+    spatial: int,
+    input: Tensor,  # noqa: A002 - torch's name
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """A sum over the places of the kernel. With usual borders the original, which is right."""
+    rest = () if divisor_override is None else (divisor_override,)
+    kernel, margins = _per_dim(kernel_size, spatial), _per_dim(padding, spatial)
+    strides = kernel if stride is None or stride == () else _per_dim(stride, spatial)
+    sizes = input.shape[-spatial:]
+    usual = not ceil_mode and divisor_override is None and (count_include_pad or not any(margins))
+    malformed = input.dim() not in (spatial + 1, spatial + 2) or any(
+        2 * m > k for m, k in zip(margins, kernel, strict=True)
+    )
+    if usual or malformed or divisor_override == 0:  # the latter raise
+        return original(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *rest)
+    outputs, pads, counts = [], [], []
+    for size, k, s, m in zip(sizes, kernel, strides, margins, strict=True):
+        steps = (size + 2 * m - k) / s
+        many = (math.ceil(steps) if ceil_mode else math.floor(steps)) + 1
+        if ceil_mode and (many - 1) * s >= size + m:
+            many -= 1  # the last one would begin behind the margin
+        outputs.append(many)
+        pads.append((m, max(0, (many - 1) * s + k - size - m)))
+        starts = [at * s - m for at in range(many)]
+        whole = [min(start + k, size + m) - start for start in starts]
+        inside = [min(start + k, size) - max(start, 0) for start in starts]
+        counts.append(whole if count_include_pad else inside)
+    padded = F.pad(widen(input), [one for pair in reversed(pads) for one in pair])
+    total: Tensor | None = None
+    for place in itertools.product(*map(range, kernel)):
+        window = tuple(
+            slice(at, at + (many - 1) * s + 1, s) for at, many, s in zip(place, outputs, strides, strict=True)
+        )
+        places: tuple[Any, ...] = (Ellipsis, *window)
+        here = padded[places]
+        total = here if total is None else total + here
+    assert total is not None
+    if divisor_override is not None:
+        return (total / divisor_override).to(input.dtype)
+    for dim, own in enumerate(counts):
+        shape = [-1 if at == dim else 1 for at in range(spatial)]
+        total = total / torch.tensor(own, dtype=total.dtype).to(total.device).reshape(shape)
+    return total.to(input.dtype)
+
+
+def _unpool(
+    spatial: int,
+    input: Tensor,  # noqa: A002 - torch's name
+    indices: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    output_size: Sequence[int] | None = None,
+) -> Tensor:
+    """A comparison of places for each value, whose gradient is a sum."""
+    kernel, margins = _per_dim(kernel_size, spatial), _per_dim(padding, spatial)
+    strides = kernel if stride is None else _per_dim(stride, spatial)
+    sizes = F._unpool_output_size(input, kernel, strides, margins, output_size)  # type: ignore[attr-defined]
+    values, at = input.flatten(-spatial), indices.flatten(-spatial)
+    places = torch.arange(math.prod(sizes), device=input.device)
+    chosen = at.unsqueeze(-1) == places
+    # Of equal places the last value is kept, as on the host.
+    order = torch.arange(1, at.shape[-1] + 1, device=input.device).unsqueeze(-1)
+    last = (chosen * order).amax(dim=-2, keepdim=True)
+    kept = chosen & (order == last)
+    spread = values.unsqueeze(-1)
+    result = torch.where(kept, spread.detach(), 0).sum(dim=-2)
+    # Every value has the gradient of its place, whether it is seen there or not.
+    through = torch.where(chosen, spread - spread.detach(), 0).sum(dim=-2)
+    unpooled: Tensor = (result + through).unflatten(-1, list(sizes))
+    return unpooled
+
+
+def interpolate(
+    input: Tensor,  # noqa: A002 - torch's name
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.interpolate`."""
+    rank = input.dim() - 2
+    is_ours = mode == "nearest" or (mode == "bilinear" and rank == 2 and not antialias)
+    if not is_ours or (size is None) == (scale_factor is None) or (size is not None and recompute_scale_factor):
+        return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    factors: list[float | None] = [None] * rank
+    if scale_factor is None:
+        assert size is not None
+        sizes = [size] * rank if isinstance(size, int) else list(size)
+    else:
+        given = [scale_factor] * rank if isinstance(scale_factor, int | float) else list(scale_factor)
+        sizes = [math.floor(float(own * factor)) for own, factor in zip(input.shape[2:], given, strict=True)]
+        factors = list(given) if not recompute_scale_factor else factors
+    if mode == "nearest":
+        for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
+            input = input.index_select(dim, _nearest(int(input.shape[dim]), wanted, factor).to(input.device))  # noqa: A001
+        return input
+    x = widen(input)
+    for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
+        weights = _weights(int(input.shape[dim]), wanted, factor, bool(align_corners)).to(x.dtype).to(x.device)
+        x = (x.movedim(dim, -1) @ weights.t()).movedim(-1, dim)
+    return x.to(input.dtype)
+
+
+def upsample_bilinear(
+    input: Tensor,  # noqa: A002 - torch's name
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+) -> Tensor:
+    """`torch.nn.functional.upsample_bilinear`."""
+    return interpolate(input, size, scale_factor, mode="bilinear", align_corners=True)
+
+
+def upsample(
+    input: Tensor,  # noqa: A002 - torch's name
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+) -> Tensor:
+    """`torch.nn.functional.upsample`."""
+    return interpolate(input, size, scale_factor, mode, align_corners)
+
+
+def _weights(inputs: int, outputs: int, factor: float | None, align_corners: bool) -> Tensor:
+    """``[outputs, inputs]``, on the host in double precision."""
+    weights = [[0.0] * inputs for _ in range(outputs)]
+    if align_corners:
+        step = (inputs - 1) / (outputs - 1) if outputs > 1 else 0.0
+    else:
+        step = 1.0 / factor if factor else inputs / outputs
+    for place, row in enumerate(weights):
+        at = step * place if align_corners else max(0.0, step * (place + 0.5) - 0.5)
+        low = min(int(at), inputs - 1)
+        high = min(low + 1, inputs - 1)
+        share = min(max(at - low, 0.0), 1.0)
+        row[low] += 1.0 - share
+        row[high] += share
+    return torch.tensor(weights, dtype=torch.float64, device="cpu").reshape(outputs, inputs)
+
+
+def _nearest(inputs: int, outputs: int, factor: float | None) -> Tensor:
+    """Which pixel each one takes, on the host; in the single precision in which PyTorch computes it."""
+    places = torch.arange(outputs, device="cpu")
+    if inputs == outputs:
+        return places
+    step = 1.0 / factor if factor else inputs / outputs
+    at = places.to(torch.float32) * torch.tensor(step, dtype=torch.float32, device="cpu")
+    return at.floor().long().clamp(max=inputs - 1)
