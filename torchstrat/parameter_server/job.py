@@ -61,7 +61,7 @@ from torchstrat.parameter_server.variables.placement import (
     pieces,
     seed_of_variable,
 )
-from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, as_they_are
+from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, as_they_are, options_of
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
 
 _MOST_UNSEEN_FUNCTIONS = 2**20
@@ -427,8 +427,7 @@ class Job:
     def _number_of(self, optimizer: Optimizer) -> int:
         token = self.catalog.token_of(optimizer)
         assert token is not None
-        number: int = token[1]
-        return number
+        return int(token[1])
 
     def options(self) -> Options:
         """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
@@ -453,10 +452,9 @@ class Job:
         what it has none of is zeros. Modules' buffers are not named.
         """
         self._forget_dead()
-        catalogs = self.servers.ask_all("ps.catalog")
         held = {
             (described["number"], shard)
-            for catalog in catalogs.values()
+            for catalog in self.servers.ask_all("ps.catalog").values()
             for described in catalog["variables"]
             for shard in described["held"]
         }
@@ -525,8 +523,7 @@ class Job:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def pull(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Bring the servers' values into the coordinator's copies; for None of all variables, and what steps of the
-        program's own optimizer classes have set in groups and attributes."""
+        """Bring the servers' values into the coordinator's copies; for None of all variables, with `pull_options`."""
         self.pull_variables(self.variables.specs() if modules is None else self.variables.specs_under(modules))
         if modules is None:
             self.pull_options(self.optimizers())
@@ -570,21 +567,20 @@ class Job:
                 CoordinatorState.of(optimizer).push_changed()
 
     def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring what steps have set in parameter groups and attributes, on the servers, into the coordinator's
-        objects."""
+        """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here."""
         for optimizer in optimizers:
             for server in self._setting_servers(optimizer):
-                answers = self.servers.ask("ps.optimizer_options", {server: self._number_of(optimizer)})
-                groups, attributes = answers[server]
+                own = self._number_of(optimizer), options_of(optimizer)
+                groups, attributes = self.servers.ask("ps.optimizer_options", {server: own})[server]
                 for group, new in zip(optimizer.param_groups, groups, strict=False):
                     group.update(new)
                 self._attributes.take(optimizer, attributes)
 
     def push_options(self, optimizer: Optimizer) -> None:
         """Give the servers whose steps set them what is in the groups now."""
-        options = [{k: v for k, v in as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
+        own = self._number_of(optimizer), options_of(optimizer)
         for server in self._setting_servers(optimizer):
-            self.servers.ask("ps.load_optimizer_options", {server: (self._number_of(optimizer), options)})
+            self.servers.ask("ps.load_optimizer_options", {server: own})
 
     def optimizers(self) -> list[Optimizer]:
         return self._registry.optimizers()

@@ -120,6 +120,34 @@ def elements_exchanged_by_optimizer() -> Training:
     return Training(plain_step(model, optimizer), {"model": model})
 
 
+class _Warming(torch.optim.Optimizer):
+    """Sets its own rate, and comes back to what it was given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            if group["steps"] <= 3:
+                group["lr"] = group["full"] * group["steps"] / 3
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def rate_set_by_optimizer() -> Training:
+    """And later by its user."""
+    model = Mlp()
+    optimizer = _Warming(model.parameters(), {"lr": 0.3, "full": 0.3, "steps": 0})
+    seen: list[float] = []
+
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+        if step_index == 3:
+            optimizer.param_groups[0]["lr"] = 0.05
+
+    watch = {"model": model, "optimizer": optimizer, "rates": lambda: torch.tensor(seen)}
+    return Training(plain_step(model, optimizer), watch, after=after)
+
+
 class _SharpnessAware(torch.optim.Optimizer):
     """As it is found on the web: an ascent step, a descent step, a copy of the weights in ``state`` in between."""
 
@@ -372,6 +400,7 @@ CASES = (
         third_party_optimizer,
         weights_moved_by_optimizer,
         elements_exchanged_by_optimizer,
+        rate_set_by_optimizer,
         sharpness_aware,
         rate_set_by_hand,
         group_added_later,

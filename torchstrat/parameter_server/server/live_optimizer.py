@@ -74,16 +74,20 @@ class LiveOptimizer:
                 self._given.append(dict(other._given[number]))
                 self._handed_out.append({})
 
-    def hand_out(self) -> StepsHaveSet:
-        """What steps have set. The program's own object then has it, for a checkpoint, and sends what is in groups
-        back with every step, also when later steps have set something else. That is no wish of the program's."""
+    def hand_out(self, options: Sequence[Options]) -> StepsHaveSet:
+        """What steps have set where the program has ``options``, which the program's own object then has, for a
+        checkpoint. It sends that back with every step, also when later steps have set something else: no wish of the
+        program's. What it has set itself since, and no step has taken, stays."""
         found = []
-        for own, given, handed_out in zip(self.options, self._given, self._handed_out, strict=True):
-            new = {k: copy.deepcopy(v) for k, v in own.items() if k not in given or not are_equal(v, given[k])}
-            for name, value in new.items():
-                if not _is_among(value, handed_out.setdefault(name, [])):
+        for number, (own, new) in enumerate(zip(self.options, options, strict=False)):
+            given, handed_out = self._given[number], self._handed_out[number]
+            kept = dict(self._set_by_program(number, new))
+            lacks = {k: v for k, v in own.items() if k not in kept and (k not in new or not are_equal(v, new[k]))}
+            found.append(copy.deepcopy(lacks))
+            for name, value in found[number].items():
+                is_given = name in given and are_equal(value, given[name])
+                if not is_given and not _is_among(value, handed_out.setdefault(name, [])):
                     handed_out[name].append(value)
-            found.append(new)
         return found, fixed_attributes(self._optimizer)
 
     def load_options(self, options: Sequence[Options]) -> None:

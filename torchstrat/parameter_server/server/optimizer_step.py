@@ -245,9 +245,9 @@ class HeldOptimizer:
         assert self._live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
-    def hand_out_options(self) -> StepsHaveSet:
+    def hand_out_options(self, options: Sequence[Options]) -> StepsHaveSet:
         """By group, the hyperparameters that its steps have set, and the plain attributes."""
-        return ([{} for _ in self.groups], {}) if self._live is None else self._live.hand_out()
+        return ([{} for _ in self.groups], {}) if self._live is None else self._live.hand_out(options)
 
     def load_options(self, options: Sequence[Options]) -> None:
         if self._live is not None:

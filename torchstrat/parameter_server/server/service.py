@@ -86,7 +86,7 @@ class VariableServer:
     ``ps.applied_parts``        id of a function                           push → `AppliedPart`
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
-    ``ps.optimizer_options``    optimizer                                  `StepsHaveSet`
+    ``ps.optimizer_options``    (optimizer, by group)                      `StepsHaveSet`
     ``ps.load_optimizer_options``  (optimizer, by group)                   None
     ``ps.begin_checkpoint``     token                                      `CutReport`
     ``ps.write_checkpoint``     `WriteOrder`                               `WriteReport`
@@ -132,7 +132,7 @@ class VariableServer:
             "ps.release": store.release,
             "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
-            "ps.optimizer_options": store.optimizer_options,
+            "ps.optimizer_options": lambda payload: store.optimizer_options(*payload),
             "ps.load_optimizer_options": lambda payload: store.load_optimizer_options(*payload),
             "ps.begin_checkpoint": lambda token: store.begin_cut(token).report(),
             "ps.write_checkpoint": self._checkpoints.write,

@@ -370,11 +370,11 @@ class VariableStore:
             for key, state in states.items():
                 shards.put_state(key, optimizer, _copy(state) or None)
 
-    def optimizer_options(self, optimizer: int) -> StepsHaveSet:
-        """What steps have set here; of most optimizers nothing."""
+    def optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> StepsHaveSet:
+        """What steps have set here, and ``options`` of the program's have not; of most optimizers nothing."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
-            return held.hand_out_options()
+            return held.hand_out_options(options)
 
     def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace what is in the groups of an optimizer whose steps set it."""

@@ -397,6 +397,11 @@ def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
 
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Hyperparameters by group, to be sent."""
+    return [{k: v for k, v in as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
+
+
 class Reading:
     """Of modules: their class, members, modes and plain attributes. Of variables: whether they were written, or take
     gradients. Of optimizers: parameter groups and hyperparameters, and whether their state was changed here.
