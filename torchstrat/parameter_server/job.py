@@ -47,7 +47,7 @@ from torchstrat.parameter_server.variables.deferred_init import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import (
     Kinds,
-    RemoteOptimizerState,
+    has_begun,
     read_state,
     require_growth,
     split_state,
@@ -333,7 +333,7 @@ class Job:
             if new:
                 self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
                 self.variables.created(with_these_values=not self._takes_over)
-            self._add_optimizers()
+            self._add_optimizers(with_state=not self._takes_over)
         except CommunicationError:  # says nothing about them
             raise
         except Exception:
@@ -403,14 +403,14 @@ class Job:
             self.servers.ask_all("ps.use_default_dtype", dtype)
             self._default_dtype = dtype
 
-    def _add_optimizers(self) -> None:
+    def _add_optimizers(self, *, with_state: bool) -> None:
         self.catalog.begin()
         for optimizer in self._registry.optimizers():
             number = self._number_of(optimizer)
             groups = tuple(tuple(self.variables.numbers_of(group["params"])) for group in optimizer.param_groups)
-            if self._optimizers.get(number) == groups:
+            if (known := self._optimizers.get(number)) == groups:
                 continue
-            require_growth(optimizer, self._optimizers.get(number, ()), groups)
+            require_growth(optimizer, known or (), groups)
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             kind = self.kinds.of(optimizer)
@@ -422,7 +422,10 @@ class Job:
             self.servers.ask_all("ps.add_optimizer", new)
             self._attributes.note(optimizer)
             self._optimizers[number] = groups
-            self._keep_state(optimizer, is_current=not self._takes_over)
+            if known is None:
+                self._keep_state(optimizer, is_current=not self._takes_over)
+                if with_state and has_begun(optimizer, kind):
+                    self.push_optimizer(optimizer)
 
     def _number_of(self, optimizer: Optimizer) -> int:
         token = self.catalog.token_of(optimizer)
@@ -470,7 +473,7 @@ class Job:
         self._default_dtype = None
         self._tell_default_dtype()
         self._optimizers.clear()
-        self._add_optimizers()
+        self._add_optimizers(with_state=False)
         return lost
 
     def _specs(self) -> list[VariableSpec]:
@@ -538,18 +541,17 @@ class Job:
         """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
         self.pull_options([optimizer])
         state: Any = optimizer.state
-        state.refresh() if isinstance(state, RemoteOptimizerState) else self._keep_state(optimizer, is_current=False)
+        state.refresh() if CoordinatorState.keeps(optimizer) else self._keep_state(optimizer, is_current=False)
 
     def push_optimizer(self, optimizer: Optimizer) -> None:
         """Give the servers the state that the coordinator's object holds: none, where it holds none."""
-        number, held = self._number_of(optimizer), dict(dict.items(optimizer.state))
+        number, held = self._number_of(optimizer), CoordinatorState.held(optimizer)
         by_server: dict[int, dict[ShardKey, StateOfShard]] = defaultdict(dict)
         for tensor, spec in self.variables.specs_of(optimizer).items():
             for shard, part in enumerate(split_state(spec, held.get(tensor) or {})):
                 by_server[spec.shards[shard].server][spec.number, shard] = part
         self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
         self._keep_state(optimizer, is_current=True)
-        self.push_options(optimizer)
 
     def _keep_state(self, optimizer: Optimizer, *, is_current: bool) -> None:
         """Let ``optimizer.state`` ask the servers; ``is_current``: they have what it holds."""
@@ -561,10 +563,12 @@ class Job:
         return read_state(self.servers, self._number_of(optimizer), self.variables.specs_of(optimizer))
 
     def _push_states(self) -> None:
-        """Send what the program has changed in ``optimizer.state`` in place."""
+        """Send what the program has changed in ``optimizer.state`` in place, or put in its place."""
         for optimizer in self._registry.optimizers():
-            if isinstance(optimizer.state, RemoteOptimizerState):
+            if CoordinatorState.keeps(optimizer):
                 CoordinatorState.of(optimizer).push_changed()
+            elif self.cache.is_on and self.optimizer_number(optimizer) in self._optimizers:
+                self.push_optimizer(optimizer)
 
     def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
         """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here."""

@@ -317,6 +317,31 @@ def state_dict_round_trip() -> Training:
     return Training(plain_step(model, optimizer), watch, after=after)
 
 
+def begun_elsewhere(make: Callable[[Any], torch.optim.Optimizer], *names: str) -> Training:
+    """The optimizer is given the state of an earlier training where it is made."""
+    model = Mlp()
+    optimizer = make(model.parameters())
+    state = optimizer.state_dict()
+    for number, parameter in enumerate(model.parameters()):
+        state["state"][number] = {"step": torch.tensor(3.0)} | {name: torch.full_like(parameter, 0.2) for name in names}
+    optimizer.load_state_dict(state)
+    return Training(plain_step(model, optimizer), {"model": model})
+
+
+def state_replaced() -> Training:
+    """By none, as programs begin another task with an optimizer that they have; also as a group is added."""
+    model = Mlp()
+    optimizer = adam(model.first)
+
+    def before(step_index: int) -> None:
+        if step_index in (2, 4):
+            optimizer.state = defaultdict(dict)
+        if step_index == 2:
+            optimizer.add_param_group({"params": list(model.last.parameters())})
+
+    return Training(plain_step(model, optimizer), {"model": model}, before=before)
+
+
 def everything_made_in_first_run() -> Training:
     """Model, optimizer and scheduler are made by the step when it first runs."""
     made: dict[str, Any] = {}
@@ -393,6 +418,7 @@ _OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 _LBFGS = partial(torch.optim.LBFGS, lr=0.2, max_iter=4)
 _SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+_BEGUN = {"sgd_momentum": ["momentum_buffer"], "adam_foreach": ["exp_avg", "exp_avg_sq"], "adagrad": ["sum"]}
 
 CASES = (
     *(Case(name, partial(with_optimizer, make)) for name, make in _OPTIMIZERS.items()),
@@ -406,7 +432,8 @@ CASES = (
         group_added_later,
         group_added_in_step,
     ),
-    *named(state_dict_round_trip, everything_made_in_first_run),
+    *(Case(f"{name}_begun_elsewhere", partial(begun_elsewhere, _OPTIMIZERS[name], *of)) for name, of in _BEGUN.items()),
+    *named(state_dict_round_trip, state_replaced, everything_made_in_first_run),
     *named(sparse_adam, batches=classification),
     Case("lookahead", partial(lookahead, initialize=True)),
     Case("lookahead_without_hooks", partial(lookahead, initialize=False)),

@@ -82,18 +82,34 @@ class CoordinatorState:
     @property
     def _optimizer(self) -> Optimizer:
         optimizer = self._reference()
-        assert optimizer is not None  # it is being asked for its state
+        if optimizer is None:
+            raise InvalidArgumentError(
+                "this is optimizer.state of an optimizer that the program has dropped, and with it the servers. Keep "
+                "the optimizer until another one has the state, or copy that before: optimizer.state_dict()."
+            )
         return optimizer
 
     @classmethod
     def attach(cls, job: Job, optimizer: Optimizer, *, is_current: bool) -> None:
         state: Any = optimizer.state
-        if isinstance(state, RemoteOptimizerState):
+        if cls.keeps(optimizer):
             cls.of(optimizer)._read_at = job.cache.now() if is_current else None
             state.note()
         else:
             keeper = cls(job, optimizer, is_current=is_current)
-            optimizer.state = RemoteOptimizerState(keeper, dict(dict.items(state)))
+            optimizer.state = RemoteOptimizerState(keeper, cls.held(optimizer))
+
+    @classmethod
+    def keeps(cls, optimizer: Optimizer) -> bool:
+        """Whether its state is the servers'. That of another optimizer, which the program has given it, is like any."""
+        keeper: Any = getattr(optimizer.state, "_keeper", None)
+        return keeper is not None and keeper._reference() is optimizer
+
+    @classmethod
+    def held(cls, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
+        """What its state holds, as it was read last if it is the servers'."""
+        state: Any = optimizer.state
+        return dict(dict.items(state) if cls.keeps(optimizer) else state.items())
 
     @staticmethod
     def expire(optimizer: Optimizer) -> None:

@@ -148,6 +148,21 @@ def _are_equal(one: StateOfShard, other: StateOfShard) -> bool:
     )
 
 
+def has_begun(optimizer: Optimizer, kind: Kind) -> bool:
+    """Whether the program has put state into an optimizer, which the servers would not make of its class. What is sent
+    as an object of its own has it."""
+    if kind.tier is Tier.ALL:
+        return False
+    own = ShardOptimizer.of(optimizer)
+    held = dict(dict.items(optimizer.state))
+    return any(
+        bool(held.get(tensor)) and not _are_equal(held[tensor], own.initial_state(options, tensor))
+        for group, options in zip(optimizer.param_groups, own.options, strict=True)
+        for tensor in group["params"]
+        if not tensor.is_meta
+    )
+
+
 def read_state(
     servers: ServerGroup, optimizer: int, specs: Mapping[torch.Tensor, VariableSpec]
 ) -> dict[torch.Tensor, StateOfShard]:

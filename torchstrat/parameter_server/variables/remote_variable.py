@@ -21,6 +21,7 @@ from torchstrat.core.variable.variable import Variable
 from torchstrat.core.variables import WeakOrdered
 from torchstrat.parameter_server.messages import EditOp, VariableSpec
 from torchstrat.parameter_server.serialization.path_errors import StaysHere
+from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.serialization.object_table import World
@@ -188,6 +189,8 @@ class _PushOptimizer(_Hook):
 
             def push() -> None:
                 job.commit()
-                job.push_optimizer(optimizer)
+                if not isinstance(optimizer.state, RemoteOptimizerState):  # nothing tells that it is another one
+                    job.push_optimizer(optimizer)
+                job.push_options(optimizer)
 
             strategy._telling_servers(push)
