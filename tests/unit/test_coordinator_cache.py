@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -325,6 +326,33 @@ def test_state_of_an_optimizer_is_read_and_changed(job: Job) -> None:
     kept.zero_()
     with pytest.raises(InvalidArgumentError, match=r"state of SGD was changed .* before functions ran"):
         job.train()
+
+
+def test_state_of_an_optimizer_that_is_changed_as_a_group_comes(job: Job) -> None:
+    job.train(2)
+    job.optimizer.state[job.weight]["momentum_buffer"].zero_()
+    with job.strategy.scope():
+        later = nn.Linear(2, 1)
+        job.optimizer.add_param_group({"params": later.parameters()})
+    job.train()
+    assert equal(job.optimizer.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
+
+
+def test_state_of_a_dropped_optimizer(job: Job) -> None:
+    with job.strategy.scope():
+        second = torch.optim.SGD(job.model.parameters(), lr=1.0, momentum=0.5)
+    job.train()
+    second.state = job.optimizer.state
+    for _ in range(2):
+        assert equal(second.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
+        job.strategy.extended.pull()  # by now it has its own
+    with job.strategy.scope():
+        dropped = torch.optim.SGD(job.model.parameters(), lr=1.0)
+    kept = dropped.state
+    del dropped
+    gc.collect()
+    with pytest.raises(InvalidArgumentError, match=r"an optimizer that the program has dropped"):
+        kept.refresh()
 
 
 def test_state_of_an_optimizer_in_a_function_is_read_and_not_changed(job: Job) -> None:
