@@ -329,11 +329,11 @@ def test_state_of_an_optimizer_is_read_and_changed(job: Job) -> None:
 
 
 def test_state_of_an_optimizer_that_is_changed_as_a_group_comes(job: Job) -> None:
-    job.train(2)
-    job.optimizer.state[job.weight]["momentum_buffer"].zero_()
     with job.strategy.scope():
         later = nn.Linear(2, 1)
-        job.optimizer.add_param_group({"params": later.parameters()})
+    job.train(2)
+    job.optimizer.state[job.weight]["momentum_buffer"].zero_()
+    job.optimizer.add_param_group({"params": later.parameters()})
     job.train()
     assert equal(job.optimizer.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
 
