@@ -138,3 +138,16 @@ def test_no_page_is_of_an_error_that_is_gone() -> None:
     contents = re.search(r"```\{toctree\}\n(?::.*\n)*\n(.*?)```", index, re.DOTALL)
     assert contents is not None
     assert set(contents[1].split()) == set(ERRORS)
+
+
+PACKAGE = Path(__file__).resolve().parents[2] / "torchstrat"
+FOLDERS = sorted(init.parent for init in PACKAGE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE.parent)))
+def test_every_folder_says_what_lives_there_and_names_files_that_do(folder: Path) -> None:
+    readme = folder / "README.md"
+    says = (folder / "__init__.py").read_text() + (readme.read_text() if readme.exists() else "")
+    assert says.strip(), "neither a README nor a docstring"
+    listed = re.findall(r"^    ([a-z_]+\.py)  ", says, re.MULTILINE)
+    assert [name for name in listed if not (folder / name).exists()] == []

@@ -2,11 +2,8 @@
 
 From the public class downwards::
 
-    sidecar.py    `SidecarEvaluator`: which checkpoint is next, and when it is over
-    scoring.py    metrics over held-out rows, under any strategy
-    watched.py    what is in the directory, while others write to it and delete from it
+    sidecar.py    `SidecarEvaluator`: which checkpoint is next, metrics over held-out rows, and when it is over
     journal.py    metrics.jsonl, which is also the memory over restarts, and TensorBoard
-    request.py    a request to finish, also from a signal handler
 """
 
 from torchstrat.checkpoint.evaluation.journal import Evaluation

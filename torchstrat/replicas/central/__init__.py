@@ -2,12 +2,9 @@
 
 ::
 
-    portions.py     who steps what
-    parameters.py   parameters in memory that all ranks see
-    staged.py       those of ranks that compute on devices, with copies there
-    state.py        the same for what optimizers keep
-    twin.py         a rank's own part of a step
-    storage.py      all of it together: what a step and a run call
+    parameters.py   parameters in memory that all ranks see, and copies of ranks that compute on devices
+    state.py        the same for what optimizers keep, and who steps what
+    storage.py      all of it together: what a step and a run call, and a rank's own part of a step
 
 Which optimizers may step parts of parameters, whole ones, or have to step all at once: `torchstrat.core.optimizers`.
 
