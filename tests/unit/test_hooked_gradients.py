@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -73,3 +75,30 @@ def test_what_one_pass_has_missed_the_next_one_may_have():
         for who in (0, 1):
             strategy.run(step, args=(who,))
     assert seen == [3.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore:the step uses trainable variables")
+@pytest.mark.parametrize("name", ["mirrored x2", "central x2"])
+def test_hooks_of_a_strategy_that_goes_meanwhile_are_nobodys_own(name):
+    model = nn.Linear(2, 1, bias=False)
+
+    def step(before_backward=lambda: None):
+        before_backward()
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+
+    forgotten = []
+    with opened(name) as earlier:
+        earlier.run(step)
+        hooks = model.weight._post_accumulate_grad_hooks
+        forgotten += hooks.items()  # as they are there until a strategy that was not closed is collected
+    model.weight._post_accumulate_grad_hooks = OrderedDict(forgotten)
+    with opened(name) as strategy:
+
+        def collected():
+            if ts.get_replica_context().replica_id_in_sync_group == 1:
+                for key, _ in forgotten:
+                    model.weight._post_accumulate_grad_hooks.pop(key, None)
+
+        strategy.run(step, args=(collected,))
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]

@@ -85,7 +85,7 @@ class GradientHooks:
         for tensor in tensors:
             own = self._own.get(id(tensor))
             before = hooks_on_gradient(tensor)
-            is_early = early or bool(before)
+            is_early = early or _has_users(before)
             if own is None or (is_early and own.early is None):
                 if not _may_require_grad(tensor):
                     continue
@@ -146,7 +146,13 @@ def _put_first(hooks: dict[int, Any], handle: Any) -> None:
 
 def is_watched(tensor: torch.Tensor) -> bool:
     """Whether hooks of the user's own look at the gradient of a tensor that is hooked."""
-    return len(hooks_on_gradient(tensor) or ()) > 1 or len(hooks_after_accumulation(tensor) or ()) > 1
+    return _has_users(hooks_on_gradient(tensor)) or _has_users(hooks_after_accumulation(tensor))
+
+
+def _has_users(hooks: dict[int, Any] | None) -> bool:
+    """Whether some are not a strategy's. Of another strategy over the same tensors, too: one that was dropped without
+    `close` has its hooks until it is collected, which may be between two replicas' turns."""
+    return hooks is not None and any(not isinstance(hook, GradientHook) for hook in hooks.values())
 
 
 def _may_require_grad(tensor: torch.Tensor) -> bool:
@@ -170,7 +176,7 @@ class _Late(GradientHook):
         sink = self._sink()
         if sink is not None:
             with DisableTorchFunction():
-                sink.after_accumulation(tensor, len(hooks_after_accumulation(tensor) or ()) > 1)
+                sink.after_accumulation(tensor, _has_users(hooks_after_accumulation(tensor)))
 
 
 class _Early(GradientHook):
@@ -183,7 +189,7 @@ class _Early(GradientHook):
         if sink is None or tensor is None:
             return None
         with DisableTorchFunction():
-            return sink.before_accumulation(tensor, gradient, len(hooks_on_gradient(tensor) or ()) > 1)
+            return sink.before_accumulation(tensor, gradient, _has_users(hooks_on_gradient(tensor)))
 
 
 # -- what has been combined ----------------------------------------------------------------------------------------
