@@ -12,6 +12,7 @@ from torch import nn
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing import compare
+from torchstrat.testing.compare import main
 from torchstrat.testing.training import regression
 
 
@@ -99,13 +100,13 @@ def words(module: str, step: str, *strategies: str) -> list[str]:
 
 
 def test_a_right_program(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main(words(__name__, "step", "torchrun mirrored", "mirrored x4")) == 0
+    assert main(words(__name__, "step", "torchrun mirrored", "mirrored x4")) == 0
     assert capsys.readouterr().out == RIGHT
 
 
 def test_a_function_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        compare.main(words(__name__, "stop"))
+        main(words(__name__, "stop"))
     assert raised.value.code == 2
     assert f"'{__name__}:stop' cannot be loaded" in capsys.readouterr().err
 
@@ -116,7 +117,7 @@ def test_a_module_in_the_working_directory(
     (tmp_path / "program_beside.py").write_text(Path(__file__).read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
-    assert compare.main(words("program_beside", "local_update", "torchrun central_storage")) == 1
+    assert main(words("program_beside", "local_update", "torchrun central_storage")) == 1
     said = capsys.readouterr().out
     assert DIFFERENT in said
     assert "# here; is off by" in said

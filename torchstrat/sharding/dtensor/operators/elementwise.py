@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from torchstrat.core._torch_private import share_storage
 from torchstrat.core.operands import tensors_in
 from torchstrat.sharding.dtensor._torch_dtensor import local_of
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, requires_grad
@@ -187,8 +188,19 @@ def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, *
     return list(targets)
 
 
+def _is_alias(one: CutTensor, other: CutTensor) -> bool:
+    return share_storage(local_of(one), local_of(other))
+
+
 @rule(_DATA.__set__)
 def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
+    """A copy: the pieces stay where they are. So nobody may have the memory that PyTorch would share."""
+    is_own = isinstance(target, CutTensor) and isinstance(value, CutTensor) and _is_alias(target, value)
+    if isinstance(value, CutTensor) and value._is_value and not is_own:
+        raise call.refused(
+            "would give it the memory of another variable; copy the values instead: target.copy_(other), or "
+            "target.data = other.data.clone()"
+        )
     with torch.no_grad():
         in_place(Call(torch.Tensor.copy_, call.devices), target, value)
 
