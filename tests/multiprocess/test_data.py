@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -107,3 +108,41 @@ def test_processes_see_the_global_batches_of_one_process(
     assert batches == [[rows.tolist() for rows, _ in loader] for _ in range(EPOCHS)]
     if name not in NOT_ALL_ONCE:
         assert all(sorted(joined(steps)) == list(range(ROWS)) for steps in batches)
+
+
+# -- passes that are left early ----------------------------------------------------------------------------------------
+
+LEFT_AFTER = (1, 2, 3, 4)
+LOADING = (0, 1)
+
+
+def _shuffled(loading: int) -> DataLoader[Any]:
+    sampler = RandomSampler(range(8), num_samples=20, generator=torch.Generator().manual_seed(3))
+    return DataLoader(Numbers(8), batch_size=4, sampler=sampler, num_workers=loading)
+
+
+def _left_early(strategy: ts.Strategy | None, loading: int, left_after: int) -> list[list[list[int]]]:
+    """What each of three passes over one loader gives here until it is left: what a sampler has drawn counts for the
+    next one."""
+    loader: Any = _shuffled(loading) if strategy is None else strategy.distribute_dataset(_shuffled(loading))
+    passes = (itertools.islice(iter(loader), left_after) for _ in range(3))
+    parts = (lambda rows: (rows,)) if strategy is None else strategy.local_results
+    return [[joined(part.tolist() for part in parts(rows)) for rows in one] for one in passes]
+
+
+def leave_early(processes: int) -> dict[tuple[int, int], Any]:
+    here = [f"cpu:{index}" for index in range(4 // processes)] if processes < 2 else None
+    strategy = ts.MirroredStrategy(here, timeout=timedelta(seconds=240))
+    try:
+        return {(loading, after): _left_early(strategy, loading, after) for loading in LOADING for after in LEFT_AFTER}
+    finally:
+        strategy.close()
+
+
+def test_a_pass_that_is_left_early_has_drawn_what_it_draws_in_pytorch(two_processes: Workers) -> None:
+    plain = {(loading, after): _left_early(None, loading, after) for loading in LOADING for after in LEFT_AFTER}
+    assert leave_early(1) == plain
+    first, second = two_processes.run(leave_early, 2)
+    for way, passes in plain.items():
+        pairs = [list(zip(*both, strict=True)) for both in zip(first[way], second[way], strict=True)]
+        assert [[joined(parts) for parts in one] for one in pairs] == passes, way

@@ -5,7 +5,6 @@ What each rank gets under each policy, of numbers and of files, is recorded in t
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -89,28 +88,6 @@ def test_ranks_share_a_loader_by_index(workers: int, local: int) -> None:
     if workers * local == 2:
         assert [dataset.fetched for dataset in datasets] == [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]
     assert all(call == [LENGTH] for call in calls)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("loading", [0, 1])
-@pytest.mark.parametrize("left_after", [1, 2, 3, 4])
-def test_a_pass_that_is_left_early_has_drawn_what_it_draws_in_pytorch(
-    workers: int, loading: int, left_after: int
-) -> None:
-    def passes(loader: Any) -> list[Any]:
-        return [list(itertools.islice(iter(loader), left_after)) for _ in range(3)]
-
-    def shuffled() -> DataLoader[Any]:
-        sampler = RandomSampler(range(8), num_samples=20, generator=torch.Generator().manual_seed(3))
-        return DataLoader(Numbers(8), batch_size=4, sampler=sampler, num_workers=loading)
-
-    results, _ = on_ranks(workers, lambda layout: passes(distribute(shuffled(), layout)), 2)
-    plain = [[batch.tolist() for batch in one] for one in passes(shuffled())]
-    seen = [[[components(step) for step in one] for one in of_rank] for of_rank in results]
-    for number, batches in enumerate(plain):
-        assert [joined(itertools.chain(*(of_rank[number][k] for of_rank in seen))) for k in range(len(batches))] == (
-            batches
-        )
 
 
 class Backwards(Sampler[int]):
