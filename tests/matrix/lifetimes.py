@@ -7,6 +7,7 @@ Python's objects and memory. A thing is 4 MB where it can be, so that one that s
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -118,6 +119,7 @@ def _check(kind: type[Row], column: str, place: str) -> None:
             del turn
     finally:
         ts.experimental_set_strategy(None)
+        gc.collect()  # the one that was set
         if strategy is not None:
             strategy.close()
         if places.processes_of(place) > 1 and dist.is_initialized():  # of a strategy that was dropped
