@@ -174,16 +174,16 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
 
 
 def keep_elements(
-    stood: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Iterable[Any], holders: int | None = None
+    stood: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Callable[[], Iterable[Any]], holders: int | None = None
 ) -> None:
     """After a step in which each parameter stood for its memory, that memory has the parameter's elements.
 
     A step may have put others in their place (``p.data = state["slow"]``), those of another parameter, perhaps. What
-    can be reached from ``kept`` of the old ones gets memory of its own: it would change with the parameter.
+    can be reached from what ``kept`` gives of the old ones gets memory of its own: it would change with the parameter.
 
     Args:
         stood: A parameter and its memory.
-        kept: See `kept_by`.
+        kept: See `kept_by`. Called only where elements were replaced: every step comes here.
         holders: How many tensors show such a memory if nobody else does, the parameter included; None: not counted.
 
     Raises `UnsupportedError`, before any memory is changed, where more do.
@@ -199,7 +199,7 @@ def keep_elements(
         parameter.data = memory
     parameters = {id(parameter) for parameter, _, _ in replaced}
     addresses = {address_of(memory) for _, memory, _ in replaced}
-    reached = Start(None, kept).walk()
+    reached = Start(None, kept()).walk()
     for tensor in (*reached.plain, *reached.tensors):
         if id(tensor) not in parameters and has_address(tensor) and address_of(tensor) in addresses:
             tensor.data = tensor.detach().clone()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,9 +135,10 @@ class LiveOptimizer:
                 parameter.grad = None
         stood = []
         for place, parameter in self._places():
-            check_is_alike(shards.tensor(keys[place]), parameter, self.name, shards.name(keys[place]))
-            stood.append((parameter, shards.tensor(keys[place])))
-        keep_elements(stood, kept_by(self._optimizer))
+            shard = shards.tensor(keys[place])
+            check_is_alike(shard, parameter, self.name, shards.name(keys[place]))
+            stood.append((parameter, shard))
+        keep_elements(stood, partial(kept_by, self._optimizer))
         for place, parameter in self._places():
             self._keep(place, parameter, keys[place], number, shards)
 

@@ -407,7 +407,7 @@ class HeldOptimizer:
             if not is_listed(self.cls):
                 shard = shards.tensor(part.key)
                 check_is_alike(shard, part.parameter, self.name, shards.name(part.key))
-                keep_elements([(part.parameter, shard)], [state])
+                keep_elements([(part.parameter, shard)], lambda: [state])
             shards.put_state(part.key, self.number, state)
             return
         table, learned = shards.changing(part.key, part.ids), shards.row_state(part.key, self.number) or {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -284,7 +285,7 @@ class CentralParameters:
         """All mean again what this rank is shown, after a step of ``optimizer`` by this rank alone."""
         places = [*self._in_places(self.moved_in())]
         led = [(tensor, place.written) for tensor, place in places if tensor.data_ptr() != place.shown.data_ptr()]
-        keep_elements(led, kept_by(optimizer), holders=2)  # the parameter, and the place's own
+        keep_elements(led, partial(kept_by, optimizer), holders=2)  # the parameter, and the place's own
         for tensor, place in places:
             tensor.data = place.shown
 
