@@ -52,6 +52,11 @@ def rebuild(like: Any, values: list[Any]) -> Any:
     return nest.rebuild(like, values) if nest.is_nested(like) else _rebuild_dataclass(like, values)
 
 
+def with_children(value: Any, held: Sequence[Any], made: list[Any]) -> Any:
+    """`rebuild`, or ``value`` itself where all that was ``made`` of what it ``held`` is the same."""
+    return value if all(new is old for new, old in zip(made, held, strict=True)) else rebuild(value, made)
+
+
 def is_opaque(value: Any) -> bool:
     """Whether a container's parts belong together, so that they are neither cut nor emptied one by one."""
     return isinstance(value, PackedSequence)
@@ -140,9 +145,8 @@ class Examples(Marked):
     """A list with an example per row."""
 
     def map(self, fn: Callable[[Any], Any]) -> Marked:
-        made = [fn(one) for one in self.value]
-        alike = all(new is old for new, old in zip(made, self.value, strict=True))
-        return self if alike else self.holding(nest.rebuild(self.value, made))
+        made = with_children(self.value, self.value, [fn(one) for one in self.value])
+        return self if made is self.value else self.holding(made)
 
 
 class Along(Marked):
@@ -234,9 +238,8 @@ def unmarked(batch: nest.Nest) -> nest.Nest:
         return batch.value
     if not is_container(batch):
         return batch
-    values = children(batch)
-    made = [unmarked(value) for value in values]
-    return batch if all(new is old for new, old in zip(made, values, strict=True)) else rebuild(batch, made)
+    held = children(batch)
+    return with_children(batch, held, [unmarked(value) for value in held])
 
 
 def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
@@ -248,8 +251,7 @@ def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
     ours, theirs = children(part), children(whole)
     if len(ours) != len(theirs):
         return part
-    made = [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)]
-    return part if all(new is old for new, old in zip(made, ours, strict=True)) else rebuild(part, made)
+    return with_children(part, ours, [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)])
 
 
 def _unmarked(leaf: Any, mark: str) -> Any:

@@ -218,9 +218,8 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
             return leaf.to(device)
         if nest.is_nested(leaf) or not marks.is_container(leaf):
             return leaf
-        moved = [to_device(child, device) for child in marks.children(leaf)]
-        there = all(new is old for new, old in zip(moved, marks.children(leaf), strict=True))
-        return leaf if there else marks.rebuild(leaf, moved)
+        held = marks.children(leaf)
+        return marks.with_children(leaf, held, [to_device(child, device) for child in held])
 
     return rows.map_leaves(move, batch)
 

@@ -22,7 +22,17 @@ from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.data.layout import equal_chunks
-from torchstrat.data.marks import Along, Examples, Marked, Same, children, is_container, is_opaque, rebuild
+from torchstrat.data.marks import (
+    Along,
+    Examples,
+    Marked,
+    Same,
+    children,
+    is_container,
+    is_opaque,
+    rebuild,
+    with_children,
+)
 
 Leaf = Any
 
@@ -41,10 +51,8 @@ def map_leaves(fn: Callable[[Leaf], Any], value: nest.Nest) -> nest.Nest:
         return value.map(lambda held: map_leaves(fn, held)) if isinstance(value, Marked) else fn(value)
     if is_row_list(value) or is_opaque(value):
         return fn(value)
-    found = children(value)
-    mapped = [map_leaves(fn, child) for child in found]
-    same = all(new is old for new, old in zip(mapped, found, strict=True))
-    return value if same else rebuild(value, mapped)
+    held = children(value)
+    return with_children(value, held, [map_leaves(fn, child) for child in held])
 
 
 def _to_tensor(leaf: Leaf) -> Leaf:
