@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -332,25 +332,26 @@ def placement_of(strategy: Strategy) -> VariablePlacement:
 
 
 def parse_aggregation(aggregation: Any, name: str) -> VariableAggregation:
-    if aggregation is None:
-        return VariableAggregation.NONE
-    if not isinstance(aggregation, VariableAggregation):
-        raise VariableKindError(
-            f"Variable {name!r} got aggregation={aggregation!r}; use a member of ts.VariableAggregation, such as "
-            "ts.VariableAggregation.SUM."
-        )
-    return aggregation
+    return _member("aggregation", aggregation, name, VariableAggregation.NONE, VariableAggregation.SUM)
 
 
 def parse_synchronization(synchronization: Any, name: str) -> VariableSynchronization:
-    if synchronization is None:
-        return VariableSynchronization.AUTO
-    if not isinstance(synchronization, VariableSynchronization):
+    auto, such_as = VariableSynchronization.AUTO, VariableSynchronization.ON_READ
+    return _member("synchronization", synchronization, name, auto, such_as)
+
+
+Member = TypeVar("Member", bound=enum.Enum)
+
+
+def _member(argument: str, given: Any, name: str, default: Member, such_as: Member) -> Member:
+    if given is None:
+        return default
+    if not isinstance(given, type(default)):
         raise VariableKindError(
-            f"Variable {name!r} got synchronization={synchronization!r}; use a member of ts.VariableSynchronization, "
-            "such as ts.VariableSynchronization.ON_READ."
+            f"Variable {name!r} got {argument}={given!r}; use a member of ts.{type(default).__name__}, such as "
+            f"ts.{such_as}."
         )
-    return synchronization
+    return given
 
 
 def check_mirrored(
