@@ -57,7 +57,7 @@ class GradientHooks:
         self._all_hooked: tuple[object, bool, int] = (None, False, 0)
         self.turn = turn
         weakref.finalize(self, _detach, self._own).atexit = False  # tensors may outlive the strategy, and meet others
-        watch(self)
+        watch_registrations(self)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         own = self._own.get(id(tensor))
@@ -70,11 +70,11 @@ class GradientHooks:
     def attach_to_run(self, tensors: Sequence[torch.Tensor], layout: object, *, early: bool) -> None:
         """`attach`, at the beginning of every run. ``layout`` is the same object as long as the ``tensors`` are the
         same: where that, and all hooks, are as they were, there is nothing to do."""
-        if self._all_hooked == (layout, early, count):
+        if self._all_hooked == (layout, early, hooks_registered):
             return
         self.attach(tensors, early=early)
         if all(map(self.knows, tensors)):
-            self._all_hooked = layout, early, count
+            self._all_hooked = layout, early, hooks_registered
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
         """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation, as do hooks of
@@ -327,13 +327,13 @@ register_post_accumulate_grad_hook: Callable[..., Any] = torch.Tensor.register_p
 
 _watching = weakref.WeakSet[Any]()
 
-count = 0
-"""Of the hooks registered since anybody watches. As long as it is the same no tensor has another hook than before, so
+hooks_registered = 0
+"""How many, since anybody watches. As long as it is the same no tensor has another hook than before, so
 that a step need not look at every tensor again."""
 
 
-def watch(watcher: Watcher) -> None:
-    """From now on, as long as it lives."""
+def watch_registrations(watcher: Watcher) -> None:
+    """Tell ``watcher`` of hooks that are registered, from now on, as long as it lives."""
     if torch.Tensor.register_hook is register_hook:
         torch.Tensor.register_hook = told_hook  # type: ignore[method-assign]
         torch.Tensor.register_post_accumulate_grad_hook = told_post_accumulate_grad_hook  # type: ignore[method-assign]
@@ -342,8 +342,8 @@ def watch(watcher: Watcher) -> None:
 
 def _counting(register: Callable[..., Any]) -> Callable[..., Any]:
     def counted(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        global count
-        count += 1
+        global hooks_registered
+        hooks_registered += 1
         return register(tensor, hook)
 
     return counted

@@ -264,7 +264,7 @@ class GradientSynchronizer:
         self._ready = failed
 
     def _look_for_watchers(self) -> bool:
-        now = self._roster.layout, gradients.count
+        now = self._roster.layout, gradients.hooks_registered
         if self._unwatched == now:
             return False
         found = any(map(is_watched, self._tensors))

@@ -188,15 +188,14 @@ def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, *
     return list(targets)
 
 
-def _is_alias(one: CutTensor, other: CutTensor) -> bool:
-    return share_storage(local_of(one), local_of(other))
-
-
 @rule(_DATA.__set__)
 def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
     """A copy: the pieces stay where they are. So nobody may have the memory that PyTorch would share."""
-    is_own = isinstance(target, CutTensor) and isinstance(value, CutTensor) and _is_alias(target, value)
-    if isinstance(value, CutTensor) and value._is_value and not is_own:
+    if (
+        isinstance(value, CutTensor)
+        and value._is_value
+        and not (isinstance(target, CutTensor) and share_storage(local_of(target), local_of(value)))
+    ):
         raise call.refused(
             "would give it the memory of another variable; copy the values instead: target.copy_(other), or "
             "target.data = other.data.clone()"
