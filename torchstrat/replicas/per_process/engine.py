@@ -38,7 +38,7 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
 from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.replicas import optimizer_state
+from torchstrat.replicas import exchange, optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
@@ -50,15 +50,6 @@ from torchstrat.replicas.engine import (
     add_note,
     add_replica_note,
     adoption_warning,
-)
-from torchstrat.replicas.exchange import (
-    Gathered,
-    gather_components,
-    gather_in_step,
-    reduce_in_step,
-    reduce_number,
-    reduce_values,
-    weighted_mean,
 )
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.newborn import Newborn, parameters_of
@@ -572,33 +563,33 @@ class PerProcessReplica:
         return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
 
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return reduce_in_step(self._communicator, op, tensors)
+        return exchange.reduce_in_step(self._communicator, op, tensors)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")
 
-    def _exchange_all_gather(self, axis: int, tensors: list[torch.Tensor]) -> Gathered:
-        return gather_in_step(self._communicator, axis, tensors)
+    def _exchange_all_gather(self, axis: int, tensors: list[torch.Tensor]) -> exchange.Gathered:
+        return exchange.gather_in_step(self._communicator, axis, tensors)
 
     # -- cross-replica context --------------------------------------------------------------------------------------
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         if isinstance(value, DistributedValues):
-            return reduce_values(self._communicator, op, list(value.values), axis)
+            return exchange.reduce_values(self._communicator, op, list(value.values), axis)
         if axis is None and self.num_replicas > 1 and reduction.is_python_number(value):
-            return reduce_number(self._communicator, op, value)
+            return exchange.reduce_number(self._communicator, op, value)
         if axis is None:
             return reduction.reduce_plain(op, value, axis, self.num_replicas)
-        return reduce_values(self._communicator, op, [value], axis)
+        return exchange.reduce_values(self._communicator, op, [value], axis)
 
     def weighted_mean(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
-            return weighted_mean(self._communicator, list(value.values), value.known_weights())
+            return exchange.weighted_mean(self._communicator, list(value.values), value.known_weights())
         if self.num_replicas > 1 and reduction.is_python_number(value):
-            return reduce_number(self._communicator, ReduceOp.MEAN, value, must_be_equal=True)
+            return exchange.reduce_number(self._communicator, ReduceOp.MEAN, value, must_be_equal=True)
         return reduction.weighted_mean_of(value, self.num_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:
         if not isinstance(value, DistributedValues):
             return reduction.gather_plain(value, axis)
-        return gather_components(self._communicator, list(value.values), axis)
+        return exchange.gather_components(self._communicator, list(value.values), axis)
