@@ -37,6 +37,9 @@ ONCE_WRONG = {
     "a sum of gradients that hooks have been given": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale"
     ),
+    "such a sum after one that a step has used": drawn(
+        loss="sum", backward="autograd.grad", hook="tensor hooks that scale", update="closure"
+    ),
 }
 """What drawn programs have shown and was repaired, by what it was about."""
 

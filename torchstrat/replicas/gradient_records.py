@@ -148,7 +148,9 @@ class GradientRecords:
 
         def is_left(tensor: torch.Tensor) -> bool:
             record = self.of(tensor)
-            return is_left_over(tensor.grad, record.combined or record.loose, self._op)
+            if not is_left_over(tensor.grad, record.combined, self._op):
+                return False
+            return record.loose is None or is_left_over(tensor.grad, record.loose, self._op)
 
         return [tensor for tensor in tensors if is_left(tensor)]
 
