@@ -37,6 +37,9 @@ ONCE_WRONG = {
     "a sum of gradients that hooks have been given": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale"
     ),
+    "weights that leave common memory in a step that a replica sits out": drawn(
+        after="weights as a vector", rows=(1, 8, 2)
+    ),
     "such a sum after one that a step has used": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale", update="closure"
     ),

@@ -598,3 +598,25 @@ def test_an_answer_is_found_once_per_class_and_hyperparameters() -> None:
 
     assert [asks((20, 3)), asks((20, 3)), asks((20, 3))] == [True, False, False]
     assert [asks((20, 3), extra=1), asks((20, 3), (20, 4))] == [True, True]
+
+
+def test_a_state_is_loaded_into_the_groups_that_a_wrapper_has_too() -> None:
+    """As replicas without rows load it: schedulers set the rate of the wrapper, the wrapped one steps by it."""
+    module = nn.Linear(2, 1)
+    wrapped = optim.Adam(module.parameters(), lr=0.1)
+    groups, group, state = wrapped.param_groups, wrapped.param_groups[0], wrapped.state
+    other = optim.Adam(copy.deepcopy(module).parameters(), lr=0.2)
+    step_once(other)
+    optimizers.load_in_place(wrapped, other.state_dict())
+    assert wrapped.param_groups is groups
+    assert wrapped.param_groups[0] is group
+    assert wrapped.state is state
+    assert group["lr"] == 0.2
+    assert group["params"] == list(module.parameters())
+    assert [float(state[p]["step"]) for p in module.parameters()] == [1, 1]
+
+
+def step_once(optimizer: optim.Optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()

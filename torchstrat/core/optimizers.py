@@ -224,6 +224,23 @@ def kept_by(optimizer: Optimizer) -> list[Any]:
     return found
 
 
+def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`Optimizer.load_state_dict` into the groups and the state that are there, where PyTorch puts others in their
+    place: an optimizer that wraps this one may have the same (``self.param_groups = wrapped.param_groups``)."""
+    kept, groups, each = optimizer.state, optimizer.param_groups, list(optimizer.param_groups)
+    optimizer.load_state_dict(state)
+    if optimizer.param_groups is not groups:
+        for group, loaded in zip(each, optimizer.param_groups, strict=True):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+        optimizer.param_groups = groups
+    if optimizer.state is not kept:
+        kept.clear()
+        kept.update(optimizer.state)
+        optimizer.state = kept
+
+
 def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) -> None:
     """From now on a step of this class asks the hooks of this process, and that of a stand-in made to `be_idle` does
     nothing: what a class of the user's own does with no parameters at all is not known, and LBFGS fails.

@@ -270,9 +270,21 @@ class CentralParameters:
         return bool(left)
 
     def take_left(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """The names of those that `call_back` has let go since this was called last."""
-        left, self._left = self._left, {}
-        return {name for name, tensor in named if id(tensor) in left and left[id(tensor)]() is tensor}
+        """The names of those that live elsewhere since this was called last."""
+        names = self.left(named)
+        self._left = {}
+        return names
+
+    def left(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """What `take_left` will say."""
+        return {name for name, tensor in named if id(tensor) in self._left and self._left[id(tensor)]() is tensor}
+
+    def let_go(self, tensors: Iterable[torch.Tensor]) -> None:
+        """As if this rank's program, too, had put other elements in the place of these, which live elsewhere now."""
+        for tensor in tensors:
+            if self._homes.pop(id(tensor), None) is not None:
+                self._left[id(tensor)] = weakref.ref(tensor)
+                tensor.data = tensor.detach().clone()
 
     # -- a step of one rank alone -----------------------------------------------------------------------------------
 

@@ -275,6 +275,11 @@ class CentralStorage:
         self._call_back()
         return self.parameters.take_left(named)
 
+    def left(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """What `moved_out` will say."""
+        self._call_back()
+        return self.parameters.left(named)
+
     def _call_back(self) -> None:
         if self.parameters.call_back():
             self.state.generation += 1

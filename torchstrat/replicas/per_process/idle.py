@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest
 from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.optimizers import load_in_place
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.communicator import Communicator
@@ -53,6 +54,8 @@ class _Manifest(NamedTuple):
     parameters: dict[str, _Kind]
     central: set[str]
     """Those of the parameters that need no handing over: all ranks see them."""
+    left: set[str]
+    """Those that the step has taken out of common memory."""
     buffers: dict[str, _Kind]
     gradients: dict[str, GradientStatus]
     """What has become of those that all ranks are to have."""
@@ -114,7 +117,7 @@ class IdleReplicas:
             with self._keeping_state():
                 for optimizer, state in zip(optimizers, states, strict=True):
                     if state is not None:
-                        optimizer.load_state_dict(state)
+                        load_in_place(optimizer, state)
 
     # -- after ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +147,7 @@ class IdleReplicas:
     def _make_manifest(self, result: Any) -> _Manifest:
         roster = self._rosters.now()
         buffers = _buffers(self._registry)
+        left = set() if self._storage is None else self._storage.left(roster.items())
         return _Manifest(
             _structure(result),
             self._registry.counts,
@@ -153,6 +157,7 @@ class IdleReplicas:
                 for name, tensor in roster.items()
                 if self._storage is not None and self._storage.parameters.are_seen(tensor)
             },
+            left,
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
             self._gradients.for_idle(roster),
             self._gradients.pending,
@@ -201,6 +206,8 @@ class IdleReplicas:
             if isinstance(helper, Optimizer) and self._storage is not None and self._storage.shares(helper):
                 for group, told in zip(helper.param_groups, state["param_groups"], strict=True):
                     group.update({name: value for name, value in told.items() if name != "params"})
+            elif isinstance(helper, Optimizer):
+                load_in_place(helper, state)
             elif hasattr(helper, "load_state_dict"):
                 helper.load_state_dict(state)
 
@@ -211,8 +218,10 @@ class IdleReplicas:
         return self._storage is not None
 
     def _materialise(self, manifest: _Manifest) -> None:
-        """Lazy parameters and buffers whose shapes the others now know, and buffers that a step has replaced."""
+        """Lazy parameters and buffers whose shapes the others now know, and what a step has replaced."""
         named = self._registry.named_tensors()
+        if self._storage is not None:
+            self._storage.parameters.let_go(named[name] for name in manifest.left if name in named)
         for name, kind in manifest.parameters.items():
             tensor = named.get(name)
             if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
