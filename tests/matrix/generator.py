@@ -227,6 +227,7 @@ def _build(program: Program, of: Mapping[str, Piece], blocks: list[Piece]) -> st
         of["groups"]
         .text.replace("{whole}", make.replace("{p}", "model.parameters()"))
         .replace("{groups}", make.replace("{p}", two))
+        .replace("{started}", make.replace("{p}", f"{everything}[:-1]"))
         .replace("{trained}", make.replace("{p}", trained))
         .replace("{first}", make.replace("{p}", f"{everything}[::2]"))
         .replace("{second}", of["optimizer"].text.replace("{rate}", "0.02").replace("{p}", f"{everything}[1::2]"))

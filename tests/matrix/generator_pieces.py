@@ -36,12 +36,18 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("graph", "reentrant", "PyTorch refuses it: reentrant checkpoints cannot be differentiated twice"),
     ("graph", "sparse", "PyTorch has no second derivative of sparse gradients"),
     ("graph", "once differentiable", "PyTorch refuses it: these have no second derivative"),
+    ("graph of inputs", "once differentiable", "PyTorch refuses it: these have no second derivative"),
+    ("graph of inputs", "reentrant", "PyTorch refuses it: reentrant checkpoints cannot be differentiated twice"),
+    ("complex", "not complex", "PyTorch refuses it: complex numbers have no order, and losses are real"),
+    ("own loss", "summed", "it divides by the rows of a replica"),
+    ("scaled", "over", "what was there before would be divided once more"),
     ("graph", "in place", "PyTorch refuses it: what is changed in place is needed for the second pass"),
     ("graph", "summed", "each replica adds the whole penalty to the sum: the program divides it or means another"),
     ("graph", "over", "what the first run leaves hangs in a graph that is gone"),
     ("by hand", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with torch.autograd.grad"),
     ("by hand", "accumulates", "torch.autograd.grad accumulates nothing, so such hooks are not called"),
     ("by hand", "own update", "the documents say so: what the first replica did with its own gradients counts"),
+    ("by hand", "not linear", "the documents say so: such gradients are a replica's own until they are stepped"),
     ("by hand", "over", "it assigns gradients, and accumulates none"),
     ("summed by hand", "adds", "each replica adds the whole decay to its own gradient before they are summed"),
     ("shared memory", "in place", "PyTorch itself does to such gradients twice what it does in place"),
@@ -184,6 +190,85 @@ BLOCKS: Mapping[str, Piece] = {
         "counter",
         init='self.register_buffer("calls{i}", torch.zeros((), dtype=torch.int64))',
     ),
+    "spectral norm": _piece(
+        "h = torch.tanh(self.b{i}(h))",
+        "once differentiable, counter, used twice",
+        init="self.b{i} = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))",
+    ),
+    "symmetric": _piece(
+        "h = torch.tanh(self.b{i}(h))",
+        "used twice",
+        init="class Symmetric(nn.Module):\n    def forward(self, w):\n        return w.triu() + w.triu(1).T\n"
+        "self.b{i} = nn.Linear(6, 6)\nnn.utils.parametrize.register_parametrization(self.b{i}, 'weight', Symmetric())",
+    ),
+    "pruned": _piece(
+        "h = torch.tanh(self.b{i}(h))",
+        init="self.b{i} = nn.utils.prune.l1_unstructured(nn.Linear(6, 6), 'weight', 0.5)",
+    ),
+    "functional_call": _piece(
+        "h = h + torch.func.functional_call(self.b{i}, dict(self.b{i}.named_parameters()), h)",
+        init="self.b{i} = nn.Linear(6, 6)",
+    ),
+    "experts": _piece(
+        "chosen, mixed = self.g{i}(h).argmax(dim=1), h\n"
+        "for number, expert in enumerate(self.b{i}):\n"
+        "    rows = (chosen == number).nonzero().squeeze(1)\n"
+        "    if len(rows):\n"
+        "        mixed = mixed.index_add(0, rows, expert(h[rows]))\n"
+        "h = mixed",
+        "unused by some",
+        init="self.g{i} = nn.Linear(6, 3).requires_grad_(False)\n"
+        "self.b{i} = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))",
+    ),
+    "ensemble": _piece(
+        "h = torch.vmap(lambda w: torch.tanh(h @ w))(self.p{i}).mean(dim=0)",
+        init="self.p{i} = nn.Parameter(torch.randn(3, 6, 6) / 3)",
+    ),
+    "detached": _piece("h = h + self.b{i}(h.detach())", init="self.b{i} = nn.Linear(6, 6)"),
+    "in place": _piece("h = self.b{i}(h).relu_()", init="self.b{i} = nn.Linear(6, 6)"),
+    "saved on the side": _piece(
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):\n"
+        "    h = torch.tanh(self.b{i}(h))",
+        init="self.b{i} = nn.Linear(6, 6)",
+    ),
+    "bilinear": _piece("h = torch.tanh(self.b{i}(h, h))", init="self.b{i} = nn.Bilinear(6, 6, 6)"),
+    "cell in a loop": _piece(
+        "state = (torch.zeros_like(h), torch.zeros_like(h))\n"
+        "for _ in range(3):\n"
+        "    state = self.b{i}(h, state)\n"
+        "h = state[0]",
+        "once differentiable, used twice",
+        init="self.b{i} = nn.LSTMCell(6, 6)",
+    ),
+    "transformer": _piece(
+        "h = self.b{i}(h.view(-1, 3, 2)).flatten(1)",
+        "once differentiable, evaluates",
+        init="self.b{i} = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)",
+    ),
+    "instance norm": _piece(
+        "h = self.b{i}(h.view(-1, 2, 3)).flatten(1)",
+        "once differentiable",
+        init="self.b{i} = nn.InstanceNorm1d(2, affine=True)",
+    ),
+    "spectrum": _piece(
+        "h = h + torch.fft.irfft(torch.fft.rfft(h) * torch.view_as_complex(self.p{i}), n=6)",
+        init="self.p{i} = nn.Parameter(torch.randn(4, 2))",
+    ),
+    "complex": _piece(
+        "h = h + (h.to(torch.complex128) @ self.p{i}).real",
+        "complex",
+        init="self.p{i} = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128) / 6)",
+    ),
+    "transposed": _piece("h = torch.tanh(h @ self.p{i})", init="self.p{i} = nn.Parameter(torch.randn(6, 6).t())"),
+    "pieces of one": _piece(
+        "h = torch.tanh(F.linear(h, self.p{i}[:6], self.p{i}[6])) * self.p{i}.view(-1)[-1]",
+        "used twice",
+        init="self.p{i} = nn.Parameter(torch.randn(8, 6) / 3)",
+    ),
+    "scalars in a list": _piece(
+        "h = self.p{i}[0] * h + self.p{i}[1] * h.square()",
+        init="self.p{i} = nn.ParameterList([torch.ones(()), torch.tensor(0.1)])",
+    ),
 }
 
 LOSSES: Mapping[str, Piece] = {
@@ -192,7 +277,7 @@ LOSSES: Mapping[str, Piece] = {
     "targets": _piece("return F.binary_cross_entropy_with_logits(out, y.sigmoid())"),
     "penalty": _piece(
         "return F.huber_loss(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())",
-        "used twice, dense only",
+        "used twice, dense only, not complex",
     ),
     "ignored labels": _piece(
         "labels = y.argmax(dim=1)\n"
@@ -206,6 +291,18 @@ LOSSES: Mapping[str, Piece] = {
         "whole batch, once differentiable",
     ),
     "sum": _piece("return 0.05 * (out - y).square().sum()", "summed, whole batch"),
+    "smoothed labels": _piece("return F.cross_entropy(out, y.argmax(dim=1), label_smoothing=0.1)"),
+    "divergence": _piece('return F.kl_div(out.log_softmax(dim=1), y.softmax(dim=1), reduction="batchmean")'),
+    "slope at the input": _piece(
+        "at = x.detach().requires_grad_()\n"
+        "slope = torch.autograd.grad((model(at).sum() + at.sum()), at, create_graph=True)[0]\n"
+        "return (out - y).square().mean() + 0.1 * slope.square().sum(dim=1).mean()",
+        "graph of inputs, not complex",
+    ),
+    "teacher": _piece(
+        "with torch.no_grad():\n    soft = model(x).softmax(dim=1)\n"
+        "return F.mse_loss(out, y) + F.mse_loss(out.softmax(dim=1), soft.flip(1))"
+    ),
 }
 
 BACKWARDS: Mapping[str, Piece] = {
@@ -227,7 +324,7 @@ BACKWARDS: Mapping[str, Piece] = {
         "loss = loss_of(x, y)\n"
         "loss.backward(create_graph=True)\n"
         "(0.1 * sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)).backward()",
-        "accumulates twice, graph",
+        "accumulates twice, graph, not complex",
     ),
     "autograd.grad": _piece(
         "loss = loss_of(x, y)\n"
@@ -246,6 +343,21 @@ BACKWARDS: Mapping[str, Piece] = {
         "loss.backward()",
         "flat",
     ),
+    "by the output's gradient": _piece(
+        "out = model(x)\nloss = (out - y).square().mean()\nout.backward(2 * (out - y).detach() / out.numel())",
+        "own loss",
+    ),
+    "of inputs named": _piece(
+        "loss = loss_of(x, y)\nloss.backward(inputs=[p for p in model.parameters() if p.requires_grad])",
+    ),
+    "of a list": _piece(
+        "loss = loss_of(x, y)\ntorch.autograd.backward([loss / 2, loss_of(-x, y) / 3])", "used twice, accumulates twice"
+    ),
+    "scaled": _piece(
+        "loss = loss_of(x, y)\n(loss * 1024).backward()\n"
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad /= 1024",
+        "in place, scaled",
+    ),
 }
 
 HOOKS: Mapping[str, Piece] = {
@@ -254,7 +366,7 @@ HOOKS: Mapping[str, Piece] = {
         build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)"
     ),
     "tensor hooks that clamp": _piece(
-        traits="dense only, once differentiable, each pass",
+        traits="dense only, once differentiable, each pass, not complex",
         build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g.clamp(-0.05, 0.05))",
     ),
     "hooks that clip": _piece(
@@ -277,12 +389,18 @@ HOOKS: Mapping[str, Piece] = {
         "model.head.register_full_backward_pre_hook(lambda m, outputs: tuple(o * 0.7 for o in outputs))",
     ),
     "forward hook": _piece(build="model.head.register_forward_hook(lambda m, inputs, output: output * 0.9)"),
+    "hooks on outputs": _piece(
+        build="def scale(m, inputs, output):\n    output.requires_grad and output.register_hook(lambda g: g * 0.7)\n"
+        "model.head.register_forward_hook(scale)",
+    ),
 }
 
 EDITS: Mapping[str, Piece] = {
     "none": _piece(),
     "clip by norm": _piece("nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "dense only, in place, edits"),
-    "clip by value": _piece("nn.utils.clip_grad_value_(model.parameters(), 0.02)", "dense only, in place, edits"),
+    "clip by value": _piece(
+        "nn.utils.clip_grad_value_(model.parameters(), 0.02)", "dense only, in place, edits, not complex"
+    ),
     "scale": _piece(
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)", "in place, edits"
     ),
@@ -292,6 +410,20 @@ EDITS: Mapping[str, Piece] = {
     ),
     "centre": _piece(
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.sub_(p.grad.mean())",
+        "dense only, in place, edits",
+    ),
+    "norm of all": _piece(
+        "norm = torch.sqrt(sum(p.grad.abs().square().sum() for p in model.parameters() if p.grad is not None))\n"
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad = p.grad / (norm + 1)",
+        "dense only, edits, frees, replaces, not linear",
+    ),
+    "signs": _piece(
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.copy_(torch.tanh(100 * p.grad))",
+        "dense only, in place, edits, not complex, not linear",
+    ),
+    "one left out": _piece("model.head.bias.grad = None", "edits, frees"),
+    "all at once": _piece(
+        "torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)",
         "dense only, in place, edits",
     ),
 }
@@ -332,6 +464,7 @@ _DENSE = {
     "RMSprop": "torch.optim.RMSprop({p}, lr={rate}, momentum=0.5, centered=True, eps=1e-3)",
     "Adadelta": "torch.optim.Adadelta({p}, lr=0.5)",
     "Adamax": "torch.optim.Adamax({p}, lr={rate})",
+    "Rprop": "torch.optim.Rprop({p}, lr={rate})",
     "NAdam": "torch.optim.NAdam({p}, lr={rate})",
     "RAdam": "torch.optim.RAdam({p}, lr={rate})",
     "ASGD": "torch.optim.ASGD({p}, lr={rate})",
@@ -361,6 +494,10 @@ GROUPS: Mapping[str, Piece] = {
     "two rates": _piece("optimizers = [{groups}]", "two groups"),
     "two optimizers": _piece("optimizers = [{first}, {second}]", "many optimizers"),
     "frozen left out": _piece("optimizers = [{trained}]"),
+    "added later": _piece(
+        'optimizers = [{started}]\noptimizers[0].add_param_group({"params": [*model.parameters()][-1:], "lr": 0.02})',
+        "two groups",
+    ),
 }
 
 ZEROS: Mapping[str, Piece] = {
@@ -387,6 +524,19 @@ SCHEDULES: Mapping[str, Piece] = {
         "needs a step, scheduled between",
         build='program["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda n: 1 / (1 + n))',
     ),
+    "warmed up": _piece(
+        'program["scheduler"].step()',
+        "needs a step, scheduled in step",
+        build="optimizer = optimizers[0]\n"
+        'program["scheduler"] = torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR('
+        "optimizer, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], [2])",
+    ),
+    "one cycle": _piece(
+        'program["scheduler"].step()',
+        "needs a step, scheduled between, dense only",
+        build='program["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizers[0], 0.1, total_steps=20, '
+        "cycle_momentum=False)",
+    ),
 }
 
 _LERP = """\
@@ -405,6 +555,17 @@ AFTER: Mapping[str, Piece] = {
     ),
     "weights clamped": _piece("with torch.no_grad():\n    model.head.weight.clamp_(-0.3, 0.3)"),
     "weights decayed": _piece("with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.99)"),
+    "weights clamped by step hooks": _piece(
+        traits="needs a step",
+        build="def clamp(*_):\n    with torch.no_grad():\n        model.head.weight.clamp_(-0.3, 0.3)\n"
+        "for optimizer in optimizers:\n    optimizer.register_step_post_hook(clamp)",
+    ),
+    "weights set through data": _piece("model.head.weight.data = model.head.weight.data * 0.9"),
+    "weights as a vector": _piece(
+        "trained = [p for p in model.parameters() if not p.is_complex()]\n"
+        "with torch.no_grad():\n"
+        "    nn.utils.vector_to_parameters(0.99 * nn.utils.parameters_to_vector(trained), trained)",
+    ),
 }
 
 BETWEEN: Mapping[str, Piece] = {
@@ -421,4 +582,18 @@ BETWEEN: Mapping[str, Piece] = {
         "if index == 1:\n    model.load_state_dict({name: v * 1 for name, v in model.state_dict().items()})"
     ),
     "rate set": _piece('for optimizer in optimizers:\n    optimizer.param_groups[0]["lr"] *= 0.9', "needs a step"),
+    "states saved and loaded": _piece(
+        "saved = copy.deepcopy([one.state_dict() for one in (model, *optimizers)])\n"
+        "for one, state in zip((model, *optimizers), saved):\n    one.load_state_dict(state)"
+    ),
+    "average swapped in": _piece(
+        "kept = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+        "with torch.no_grad():\n"
+        "    for p in model.parameters():\n        p.mul_(0.5)\n"
+        "    for name, p in model.named_parameters():\n        p.copy_(kept[name])"
+    ),
+    "frozen later": _piece("if index == 1:\n    model.head.bias.requires_grad_(False)", "frozen later"),
+    "a layer anew": _piece("if index == 1:\n    torch.manual_seed(7)\n    model.head.reset_parameters()"),
+    "state forgotten": _piece("if index == 1:\n    for optimizer in optimizers:\n        optimizer.state.clear()"),
+    "weights set through data": _piece("model.head.bias.data = model.head.bias.data * 0.9"),
 }
