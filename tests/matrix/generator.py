@@ -78,8 +78,9 @@ def programs(draw: st.DrawFn) -> Program:
     def choose(table: Mapping[str, Piece]) -> str:
         name = draw(st.sampled_from([name for name, piece in table.items() if fits(piece, traits)]))
         traits.update(table[name].traits)
-        if traits >= {"by hand", "summed"}:
-            traits.add("summed by hand")
+        for one, other, both in pieces.TOGETHER:
+            if traits >= {one, other}:
+                traits.add(both)
         return name
 
     of = {"stem": choose(pieces.STEMS)}

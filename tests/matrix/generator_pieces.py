@@ -48,6 +48,13 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("by hand", "accumulates", "torch.autograd.grad accumulates nothing, so such hooks are not called"),
     ("by hand", "own update", "the documents say so: what the first replica did with its own gradients counts"),
     ("by hand", "not linear", "the documents say so: such gradients are a replica's own until they are stepped"),
+    (
+        "by hand of some",
+        "adds",
+        "a replica that is spared a gradient adds nothing to it: its own affair, as documented",
+    ),
+    ("graph of some", "watched", "refused by name: replicas come to gradients with graphs in one order, or not at all"),
+    ("unused by some", "steps in hooks", "refused by name: a replica that is spared a gradient steps nothing there"),
     ("by hand", "over", "it assigns gradients, and accumulates none"),
     ("summed by hand", "adds", "each replica adds the whole decay to its own gradient before they are summed"),
     ("shared memory", "in place", "PyTorch itself does to such gradients twice what it does in place"),
@@ -79,6 +86,14 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("no closure for it", "closure", "its step takes no closure that is called once"),
 )
 """Trait, trait, and why no program has both."""
+
+
+TOGETHER = (
+    ("by hand", "summed", "summed by hand"),
+    ("by hand", "unused by some", "by hand of some"),
+    ("graph", "unused by some", "graph of some"),
+)
+"""Two traits, and what a program with both has."""
 
 
 def fits(piece: Piece, traits: Iterable[str]) -> bool:
@@ -363,10 +378,11 @@ BACKWARDS: Mapping[str, Piece] = {
 HOOKS: Mapping[str, Piece] = {
     "none": _piece(),
     "tensor hooks that scale": _piece(
-        build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)"
+        traits="watched",
+        build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)",
     ),
     "tensor hooks that clamp": _piece(
-        traits="dense only, once differentiable, each pass, not complex",
+        traits="dense only, once differentiable, each pass, not complex, watched",
         build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g.clamp(-0.05, 0.05))",
     ),
     "hooks that clip": _piece(
@@ -448,7 +464,7 @@ UPDATES: Mapping[str, Piece] = {
     ),
     "in hooks": _piece(
         "",
-        "no step, accumulates, changes in backward, frees, no closure, each pass",
+        "no step, accumulates, changes in backward, frees, no closure, each pass, steps in hooks",
         build="def hook(p):\n    steppers[p].step()\n    steppers[p].zero_grad()\n"
         "steppers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}\n"
         "for p in steppers:\n    p.register_post_accumulate_grad_hook(hook)",

@@ -40,6 +40,15 @@ ONCE_WRONG = {
     "weights that leave common memory in a step that a replica sits out": drawn(
         after="weights as a vector", rows=(1, 8, 2)
     ),
+    "gradients with graphs that not all replicas have": drawn(
+        blocks=("experts",), backward="create_graph", rows=(3, 3, 4, 2)
+    ),
+    "gradients that hooks of some have been given": drawn(
+        blocks=("experts",), backward="autograd.grad", hook="tensor hooks that clamp", rows=(3, 3, 4, 2)
+    ),
+    "assigned gradients that some replicas clip": drawn(
+        blocks=("experts",), backward="autograd.grad", edit="clip by norm", rows=(3, 3, 4, 2)
+    ),
     "such a sum after one that a step has used": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale", update="closure"
     ),

@@ -136,15 +136,16 @@ def _combine(exchange: Exchange, call: str, gradients: Sequence[torch.Tensor]) -
 
 
 def combine_with_graphs(
-    exchange: Exchange, gradients: Sequence[torch.Tensor], bases: Sequence[torch.Tensor | None]
+    exchange: Exchange, gradients: Sequence[torch.Tensor], bases: Sequence[torch.Tensor | None], which: str = ""
 ) -> list[torch.Tensor]:
-    """The combined gradients, each with its graph. ``bases``: what each of ``gradients`` holds that is combined."""
+    """The combined gradients, each with its graph. ``bases``: what each of ``gradients`` holds that is combined.
+    ``which`` they are, where ranks may come to others of the same shapes."""
     if any(gradient.layout != torch.strided for gradient in gradients):
         raise UnsupportedError(
             "backward(create_graph=True) made a sparse gradient, and replicas cannot combine those with their graphs; "
             "use sparse=False in embeddings, or torch.autograd.grad and all_reduce for what is differentiated twice."
         )
-    call = f"{WITH_GRAPHS}, of shapes {[tuple(gradient.shape) for gradient in gradients]}"
+    call = f"{WITH_GRAPHS}, of shapes {[tuple(gradient.shape) for gradient in gradients]}{which}"
     with torch.enable_grad():
         parts = [one if base is None else one - base for one, base in zip(gradients, bases, strict=True)]
         combined = _combine(exchange, call, parts)

@@ -25,7 +25,7 @@ class GradientStatus(enum.Enum):
 class GradientRecord:
     """What is known of one tensor's gradient on this rank."""
 
-    __slots__ = ("accumulated", "base", "combined", "grown", "loose", "reference")
+    __slots__ = ("accumulated", "base", "combined", "grown", "lacks", "loose", "reference")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = weakref.ref(tensor)
@@ -38,6 +38,8 @@ class GradientRecord:
         self.loose: CombinedGradient | None = None
         """A combined one that hooks have been given, and that has been accumulated nowhere since: what is assigned by
         hand is made of it (``p.grad = torch.autograd.grad(loss, p)``)."""
+        self.lacks: bool | None = None
+        """Where some ranks have not come to that one, for a branch has spared them it: whether this is one of them."""
 
 
 class NotedGradients:
@@ -103,7 +105,15 @@ class GradientRecords:
         record = self._records[id(tensor)]
         record.accumulated, record.base = False, None
         record.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
-        record.loose = None
+        record.loose = record.lacks = None
+
+    def note_lacking(self, tensor: torch.Tensor, lacks: bool) -> None:
+        """Of a gradient as `note_loose` has it. ``lacks``: this rank has not come to it; on all ranks."""
+        self._records[id(tensor)].lacks = lacks
+
+    def had_alone(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of which this rank has a loose gradient, and some ranks lack it."""
+        return [tensor for tensor in tensors if self.of(tensor).lacks is False]
 
     def note_loose(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """``gradient`` has been combined, and is handed on."""
@@ -148,6 +158,8 @@ class GradientRecords:
 
         def is_left(tensor: torch.Tensor) -> bool:
             record = self.of(tensor)
+            if record.lacks is not None:
+                return True
             if not is_left_over(tensor.grad, record.combined, self._op):
                 return False
             return record.loose is None or is_left_over(tensor.grad, record.loose, self._op)
@@ -171,7 +183,7 @@ class GradientRecords:
         """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
         for tensor in tensors:
             record = self.of(tensor)
-            record.loose = None
+            record.loose = record.lacks = None
             if record.combined is not None:
                 record.combined.use_up()
 
@@ -184,6 +196,13 @@ class GradientRecords:
             return GradientStatus.NEW
         return GradientStatus.USED if combined is not None and combined.used else GradientStatus.COMBINED
 
+    def for_idle(self, roster: Roster) -> dict[str, GradientStatus]:
+        """After a run: what has become of the gradients that ranks without a part in it are to have too. Of a sum,
+        what is new is each rank's own."""
+        found = {name: self.status_of(tensor) for name, tensor in roster.items()}
+        is_sum = self._op is ReduceOp.SUM
+        return {name: status for name, status in found.items() if not (is_sum and status is GradientStatus.NEW)}
+
     def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, status: GradientStatus) -> None:
         """Make ``gradient`` the one of ``tensor``. One that is a part of a flat buffer stays that."""
         own = tensor.grad
@@ -192,6 +211,7 @@ class GradientRecords:
         tensor.grad = gradient
         self._records[id(tensor)] = record = self.of(tensor)
         record.accumulated, record.base, record.combined, record.loose = False, None, None, None
+        record.lacks = None
         if gradient is not None and status is not GradientStatus.NEW:
             record.combined = CombinedGradient(gradient)
             record.combined.used = status is GradientStatus.USED

@@ -11,7 +11,7 @@ backward pass of a step has a plan of its own. What a plan did not foresee is co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +172,42 @@ def _gather(
 
 Owners = Callable[[torch.Tensor], Owned | None]
 """Who is to have which elements of a variable's gradient; None if every rank needs all."""
+
+
+# Added to a gradient's place in the ready order:
+_SPARSE = 1 << 20  # it is sparse
+_AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
+_LOOSE = 1 << 22  # it is made of one that is combined, which a branch has spared other ranks
+
+
+def places_in(
+    order: Iterable[int], tensors: Sequence[torch.Tensor], again: Container[int], loose: Iterable[int]
+) -> torch.Tensor:
+    """What a rank tells the others of its gradients: per tensor 0 for none, else its place in ``order``, from 1, and
+    what is special about it."""
+    places = torch.zeros(len(tensors), dtype=torch.int32)
+    for place, index in enumerate(order, start=1):
+        if (gradient := tensors[index].grad) is not None:
+            is_sparse = gradient.layout != torch.strided
+            places[index] = place + _SPARSE * is_sparse + _AGAIN * (index in again)
+    for index in loose:
+        places[index] += _LOOSE
+    return places
+
+
+def kinds_in(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:
+    """Of what all told: indices with a dense gradient on some rank, a sparse one, and one accumulated again."""
+    present, is_sparse = places.bitwise_and(_SPARSE - 1) != 0, places.bitwise_and(_SPARSE) != 0
+    kinds = (present & ~is_sparse, is_sparse, places.bitwise_and(_AGAIN) != 0)
+    dense, sparse, again = (set(kind.any(dim=0).nonzero().flatten().tolist()) for kind in kinds)
+    return dense, sparse, again
+
+
+def lacking_in(places: torch.Tensor) -> dict[int, int]:
+    """Indices of those made of combined ones that some ranks lack → the first rank that has it."""
+    have = places.bitwise_and(_LOOSE) != 0
+    found = (have.any(dim=0) & ~have.all(dim=0)).nonzero().flatten().tolist()
+    return {index: int(have[:, index].int().argmax()) for index in found}
 
 
 class GradientReducer:

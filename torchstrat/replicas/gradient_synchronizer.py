@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,18 @@ from torchstrat.core.gradients import CombinedGradient, is_watched, share_memory
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import agree, agree_and_sum, all_equal
 from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
-from torchstrat.replicas.backward_pass import EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
+from torchstrat.replicas.backward_pass import WITH_GRAPHS, EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
-from torchstrat.replicas.gradient_reducer import GradientReducer, Owners, Plan, Plans, as_dense
+from torchstrat.replicas.gradient_reducer import (
+    GradientReducer,
+    Owners,
+    Plan,
+    Plans,
+    as_dense,
+    kinds_in,
+    lacking_in,
+    places_in,
+)
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.transfer import broadcast_gradients
@@ -31,10 +40,6 @@ BACKWARD = "backward() (gradients are combined as they become ready)"
 WEIGHTS = "backward() under no_sync (weights are exchanged at its start)"
 WATCHED = "backward() (gradients are combined before hooks that look at them)"
 CATCH_UP = "optimizer step (combining gradients that no backward pass combined)"
-
-# Added to a gradient's place in the ready order:
-_SPARSE = 1 << 20  # it is sparse
-_AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
 
 _NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradient
 
@@ -306,13 +311,9 @@ class GradientSynchronizer:
         self._reducer.combine_dense(indices, ready, everywhere=everywhere)
 
     def _end_pass(self) -> None:
-        self._came_combined.clear()  # of a pass that accumulates nothing: torch.autograd.grad
-        if self._uninterrupted is None:
-            with OwnSettings():
-                self._combine_pass()
-            return
-        with self._uninterrupted, OwnSettings():
+        with self._uninterrupted or nullcontext(), OwnSettings():
             self._combine_pass()
+        self._came_combined.clear()  # of a pass that accumulates nothing: torch.autograd.grad
 
     def _combine_pass(self) -> None:
         self._combine_with_graphs()
@@ -341,7 +342,7 @@ class GradientSynchronizer:
                     self._reducer.contribute(index, bucket)
         self._plan.start_all(self._communicator, BACKWARD)
         places = self._exchange_places(ready)
-        dense, sparse, again = _kinds(places)
+        dense, sparse, again = kinds_in(places)
         self._plan.wait()
         in_time = {index for index in dense - again - sparse if index in self._plan.bucket_of}
         for index in in_time:
@@ -375,7 +376,7 @@ class GradientSynchronizer:
             found = [self._tensors[index] for index in ready]
             self._use_what_all_have([row[1] for row in rows], BACKWARD)
             ready = {self._index[id(tensor)]: None for tensor in self.known(found)}
-            some_dense, some_sparse, _ = _kinds(self._exchange_places(ready))
+            some_dense, some_sparse, _ = kinds_in(self._exchange_places(ready))
             dense, sparse = sorted(some_dense), sorted(some_sparse - some_dense)
         if dense:
             self._combine_dense(dense, ready)
@@ -413,19 +414,14 @@ class GradientSynchronizer:
             if state.accumulated and index not in ready and (tensor.grad is None or not as_dense(tensor.grad).any()):
                 state.accumulated, state.base = False, None
 
-    def _exchange_places(self, ready: Iterable[int]) -> torch.Tensor:
+    def _exchange_places(self, ready: Iterable[int], loose: Iterable[int] = ()) -> torch.Tensor:
         """Per rank and tensor: 0 for no gradient in this pass, else its place in that rank's ready order, from 1.
 
         Gradients left over from ``no_sync`` are last."""
-        own = torch.zeros(len(self._tensors), dtype=torch.int32)
         order = dict.fromkeys(ready)
         if self._works_by_parts:
             order.update(dict.fromkeys(i for i, tensor in enumerate(self._tensors) if self._has_part(tensor)))
-        for place, index in enumerate(order, start=1):
-            grad = self._tensors[index].grad
-            if grad is not None:
-                own[index] = place
-                own[index] += _SPARSE * (grad.layout != torch.strided) + _AGAIN * (index in self._again)
+        own = places_in(order, self._tensors, self._again, loose)
         return torch.stack(self._communicator.all_gather(own, self._call))
 
     def _remake_plan(self, places: torch.Tensor, dense: set[int]) -> None:
@@ -468,10 +464,12 @@ class GradientSynchronizer:
                 return combined
 
     def _hand_over_missed(self) -> None:
-        for index, source, _ in self._turns.end():
-            tensor = self._tensors[index]
-            (gradient,) = broadcast_gradients(self._communicator, [tensor.grad], [tensor], source, WATCHED)
-            self.records.take_over(tensor, gradient, GradientStatus.COMBINED)
+        for index, source, spared in self._turns.end():
+            is_loose = float(index in self._came_combined)
+            if agree(self._communicator, WATCHED, (is_loose,))[source][0]:
+                self.records.note_lacking(self._tensors[index], self._communicator.rank in spared)
+            else:
+                self._hand_over(index, source, WATCHED)
 
     def _combine_one(self, index: int) -> None:
         """Combine a gradient at once, on all ranks, with what each has accumulated of it by now."""
@@ -507,7 +505,9 @@ class GradientSynchronizer:
             return None
         self._came_combined.add(index)
         if has_graph(gradient):
-            combined: torch.Tensor | None = combine_with_graphs(self._exchange_with_graphs, [gradient], [None])[0]
+            combined: torch.Tensor | None = combine_with_graphs(
+                self._exchange_with_graphs, [gradient], [None], f" (variable {index})"
+            )[0]
         else:
             combined = self._meet_at(index, gradient)
         self.records.note_loose(tensor, combined)
@@ -515,17 +515,26 @@ class GradientSynchronizer:
 
     def _combine_with_graphs(self) -> None:
         ready = self._ready or {}
-        indices = [index for index in ready if has_graph(self._tensors[index].grad)]
-        if not indices:
+        if not any(has_graph(self._tensors[index].grad) for index in ready):
             return
-        tensors = [self._tensors[index] for index in indices]
-        bases = [self.records.take_base(tensor) if self._works_by_parts else None for tensor in tensors]
-        gradients: Any = [tensor.grad for tensor in tensors]
+        rows = agree(self._communicator, WITH_GRAPHS, (self._roster.digest,))
+        self._use_what_all_have([row[0] for row in rows], WITH_GRAPHS)
+        ready = self._ready or {}
+        own = torch.tensor([place in ready and has_graph(one.grad) for place, one in enumerate(self._tensors)])
+        # A branch may have spared some ranks a parameter: they bring zeros, and have its gradient from then on.
+        found = torch.stack(self._communicator.all_gather(own, WITH_GRAPHS)).any(dim=0).nonzero().flatten().tolist()
+        tensors = [self._tensors[index] for index in found]
+        gradients: list[Any] = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
+        bases = [self._base_of(one) if self._works_by_parts else None for one in tensors]
         combined = combine_with_graphs(self._exchange_with_graphs, gradients, bases)
-        for index, tensor, gradient in zip(indices, tensors, combined, strict=True):
-            del ready[index]
+        for index, tensor, gradient in zip(found, tensors, combined, strict=True):
+            ready.pop(index, None)
             tensor.grad = gradient
             self.records.note_combined(tensor)
+
+    def _base_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What all ranks have in common in its gradient: the whole of it, where this one has added nothing."""
+        return self.records.take_base(tensor) if self.records.of(tensor).accumulated else tensor.grad
 
     def _exchange_with_graphs(self, call: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         rows = agree(self._communicator, call, (self._weight(),))
@@ -550,21 +559,36 @@ class GradientSynchronizer:
         tensors = [tensor for tensor in self._tensors if id(tensor.grad) in places]
         if self.records.are_as_combined(tensors) or not self.records.left_over(tensors):
             return
-        at = [places[id(tensor.grad)] for tensor in tensors]
-        self.catch_up(tensors)
-        for place, tensor in zip(at, tensors, strict=True):
-            if tensor.grad is not None:
-                gradients[place] = tensor.grad
+        at = {self._index[id(tensor)]: places[id(tensor.grad)] for tensor in tensors}
+        for index in self.catch_up(tensors):
+            if (gradient := self._tensors[index].grad) is None:
+                continue
+            if index in at:
+                gradients[at[index]] = gradient
+            else:  # other ranks clip it: this one had none until now
+                gradients.append(gradient)
 
-    def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
-        """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
+    def catch_up(self, candidates: Sequence[torch.Tensor]) -> set[int]:
+        """Combine what any rank has left over among ``candidates``, in a pass of its own, and return the places of
+        these. All ranks call it."""
         self._begin_pass(CATCH_UP)
         self._forget_zeroed(())
         ready = {self._index[id(tensor)]: None for tensor in self.known(self.records.left_over(candidates))}
-        dense, sparse, _ = _kinds(self._exchange_places(ready))
+        loose = [self._index[id(tensor)] for tensor in self.known(self.records.had_alone(candidates))]
+        places = self._exchange_places(ready, loose)
+        lacking = lacking_in(places)  # they get what is made of combined gradients as it is
+        for index, source in lacking.items():
+            self._hand_over(index, source, CATCH_UP)
+        dense, sparse, _ = (kind - lacking.keys() for kind in kinds_in(places))
         self._combine_dense(sorted(dense), ready)
         self._reducer.combine_sparse(sorted(sparse - dense), ready)
         self.pending = False
+        return dense | sparse | lacking.keys()
+
+    def _hand_over(self, index: int, source: int, call: str) -> None:
+        tensor = self._tensors[index]
+        (gradient,) = broadcast_gradients(self._communicator, [tensor.grad], [tensor], source, call)
+        self.records.take_over(tensor, gradient, GradientStatus.COMBINED)
 
     # -- replicas that sit a run out --------------------------------------------------------------------------------
 
@@ -574,18 +598,3 @@ class GradientSynchronizer:
         self.begin(roster, communicator, lambda: weight, is_all=is_all)
         self.catch_up(self.records.with_parts())
         self.end()
-
-    def for_idle(self, roster: Roster) -> dict[str, GradientStatus]:
-        """After it: what has become of the gradients that ranks without a part in the run are to have too. Of a sum,
-        what is new is each rank's own."""
-        found = {name: self.records.status_of(tensor) for name, tensor in roster.items()}
-        is_sum = self._op is ReduceOp.SUM
-        return {name: status for name, status in found.items() if not (is_sum and status is GradientStatus.NEW)}
-
-
-def _kinds(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:
-    """Indices with a dense gradient on some rank, with a sparse one, and with one accumulated again."""
-    present, is_sparse = places != 0, places.bitwise_and(_SPARSE) != 0
-    kinds = (present & ~is_sparse, is_sparse, places.bitwise_and(_AGAIN) != 0)
-    dense, sparse, again = (set(kind.any(dim=0).nonzero().flatten().tolist()) for kind in kinds)
-    return dense, sparse, again

@@ -318,7 +318,7 @@ class InProcessGradients:
         roster, leader = self._rosters.now(), self._replicas[0]
         tensors = dict(roster.items())
         with self._components.gradients_of(leader):
-            statuses = self._of[leader].for_idle(roster)
+            statuses = self._of[leader].records.for_idle(roster)
             found = {name: tensors[name].grad for name in statuses}
         for replica in self._idle:
             device = self._components.device_of(replica)

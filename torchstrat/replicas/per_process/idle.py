@@ -159,7 +159,7 @@ class IdleReplicas:
             },
             left,
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
-            self._gradients.for_idle(roster),
+            self._records.for_idle(roster),
             self._gradients.pending,
             changed_attributes(self._registry, self._attributes),
             [self._state_of(helper) for helper in self._registry.helpers()],
