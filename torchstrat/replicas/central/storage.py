@@ -478,10 +478,11 @@ class CentralStorage:
 
     # -- a step of the first rank alone -----------------------------------------------------------------------------
 
-    def lead(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
-        """For the rank that steps all at once: these parameters mean what all ranks see, until `follow`."""
+    def lead(self, optimizer: Optimizer) -> None:
+        """For the rank that steps all at once: parameters mean what all ranks see, until `follow`. Also those of other
+        optimizers, which hooks of the user's own may edit."""
         self._leading = optimizer
-        self.parameters.lead(tensors)
+        self.parameters.lead(self.parameters.moved_in())
 
     def follow(self) -> None:
         """Raises `UnsupportedError` where a step has replaced elements that somebody still holds."""

@@ -365,7 +365,7 @@ class ShardedSteps(PrimarySteps):
             return make_stand_in(call.optimizer)
         stepped = super().begin_step(call)
         if stepped is None:
-            self._storage.lead(call.optimizer, call.tensors)
+            self._storage.lead(call.optimizer)
         return stepped
 
     def _step_parts(self, call: StepCall) -> None:
@@ -407,7 +407,7 @@ class ShardedSteps(PrimarySteps):
         return value
 
     def _begin_leading(self, call: StepCall) -> None:
-        self._storage.lead(call.optimizer, call.tensors)
+        self._storage.lead(call.optimizer)
 
     def _begin_evaluation(self, call: StepCall) -> None:
         self._storage.follow()
@@ -419,7 +419,7 @@ class ShardedSteps(PrimarySteps):
         if any(row[0] for row in agree(self._communicator, call.name, (edited,))):
             self._storage.publish_edits(self._communicator, call.name)
         if self._owns:
-            self._storage.lead(call.optimizer, call.tensors)
+            self._storage.lead(call.optimizer)
 
 
 class _LeadersGradients:
