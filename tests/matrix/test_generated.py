@@ -50,7 +50,7 @@ ONCE_WRONG = {
         blocks=("experts",), backward="autograd.grad", edit="clip by norm", rows=(3, 3, 4, 2)
     ),
     "weights of another optimizer that hooks of steps edit": drawn(
-        optimizer="Decaying", groups="two optimizers", after="weights clamped by step hooks"
+        stem="embedding", optimizer="Decaying", groups="two optimizers", after="weights clamped by step hooks"
     ),
     "such a sum after one that a step has used": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale", update="closure"
