@@ -262,7 +262,7 @@ RAISE_WHERE_CUT = {
     *("parameter_decay_first", "parameter_decay_last", "parameter_decay_through_data", "parameter_decay_between"),
     *("parameter_clamp", "moving_average_in_step", "moving_average_outside", "averaged_model_in_step"),
     *("averaged_model_outside", "deepcopy_in_step", "deepcopy_kept_between_steps", "assigned_state_dict"),
-    *("pruned_half_way", "edited_between_steps", "evaluated_between_steps", "elements_set_aside"),
+    *("pruned_half_way", "pruned_for_a_while", "edited_between_steps", "evaluated_between_steps", "elements_set_aside"),
     *("elements_exchanged_in_step", "elements_exchanged_outside"),
     # operators
     *("lstm", "transformer_encoder", "weight_norm", "channels_last", "compiled"),

@@ -51,6 +51,8 @@ class Members(NamedTuple):
     modules: list[nn.Module]
     tensors: list[torch.Tensor]
     """As of `VariableRegistry.tensors`."""
+    places: list[int | str]
+    """Modules, by id, and the names of their parameters: what `VariableRegistry.named_tensors` has its names from."""
     buffer_slots: list[BufferSlot]
     helpers: list[Any]
     changes: int
@@ -374,11 +376,15 @@ class VariableRegistry:
         """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
         modules, helpers = self._modules.alive(), self._helpers.alive()
         found: dict[int, torch.Tensor] = {}
+        places: list[int | str] = []
         slots: list[BufferSlot] = []
         for module in modules:
-            for tensor in module._parameters.values():
-                if tensor is not None:
-                    found[id(tensor)] = tensor
+            if parameters := module._parameters:
+                places.append(id(module))
+                places += parameters
+                for tensor in parameters.values():
+                    if tensor is not None:
+                        found[id(tensor)] = tensor
             if module._buffers:
                 slots += [BufferSlot(module, name) for name in module._buffers]
         for tensor in self._tensors.alive() if self._tensors.count else ():
@@ -387,7 +393,7 @@ class VariableRegistry:
             for tensor in _tensors_of(helper):
                 found[id(tensor)] = tensor
         vectors = self._vectors.alive() if self._vectors.count else []
-        return Members(modules, list(found.values()), slots, helpers, self.changes, vectors)
+        return Members(modules, list(found.values()), places, slots, helpers, self.changes, vectors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

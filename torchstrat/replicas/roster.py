@@ -103,14 +103,18 @@ class Rosters:
         self._is_only = is_only
         self._latest = Layout({})
         self._counts = (0, 0, 0)
+        self._places: list[int | str] = []
 
     def now(self, members: Members | None = None) -> Roster:
         """All variables that have values by now. ``members``: of the registry, if they have just been looked up."""
-        tensors = self._registry.tensors() if members is None else members.tensors
+        members = self._registry.members() if members is None else members
+        tensors = members.tensors
         # A tensor that an optimizer has brought may get another name once a step reaches it.
         is_known = self._latest.is_of if self._is_only else self._latest.describes
-        if self._counts != self._registry.counts or not is_known(tensors):
-            self._counts = self._registry.counts
+        # The same tensors in the same order may have other names: pruning makes of ``weight`` a ``weight_orig``.
+        is_same = self._counts == self._registry.counts and self._places == members.places
+        if not is_same or not is_known(tensors):
+            self._counts, self._places = self._registry.counts, members.places
             named = {
                 name: tensor
                 for name, tensor in self._registry.named_tensors().items()

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
 from torchstrat.testing.training import (
+    EVEN_ROWS,
     STEPS,
     Batch,
     Case,
@@ -181,6 +182,20 @@ def _assign(model: Mlp) -> None:
 
 def _prune(model: Mlp) -> None:
     prune.l1_unstructured(model.first, "weight", amount=0.4)
+
+
+def pruned_for_a_while() -> Training:
+    """One parameter has another name, and then its first one again, while its optimizer goes on. The last steps have
+    replicas without rows."""
+    model = Mlp()
+
+    def before(step_index: int) -> None:
+        if step_index == 2:
+            _prune(model)
+        elif step_index == 3:
+            prune.remove(model.first, "weight")
+
+    return Training(plain_step(model, sgd(model)), {"model": model}, before=before)
 
 
 def _another_head(model: Mlp) -> None:
@@ -367,6 +382,7 @@ CASES = (
     *named(autocast, tolerance=5e-3, dtype=torch.float32),
     Case("assigned_state_dict", partial(exchanged, _assign)),
     Case("pruned_half_way", partial(exchanged, _prune)),
+    *named(pruned_for_a_while, batches=partial(regression, (*EVEN_ROWS[1:], 1))),
     Case("parametrized_half_way", partial(exchanged, _parametrize)),
     Case("edited_in_numpy_half_way", partial(exchanged, _edit_in_numpy)),
     Case("another_head_half_way", partial(exchanged, _another_head, clip=True), warns=_OUTSIDE),
