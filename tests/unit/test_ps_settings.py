@@ -9,7 +9,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
@@ -658,3 +660,53 @@ def test_gradients_that_go_with_their_worker_are_an_error_once(
                 program.coordinator.join()
         program.run(0, "clear, backward, step, clear")
         assert program.weight() == weight - 1
+
+
+def _what_is_set(x: torch.Tensor, weight: nn.Parameter) -> tuple[bool, bool, torch.dtype]:
+    product = x @ weight
+    return product.requires_grad, product.is_inference(), product.dtype
+
+
+@pytest.mark.parametrize(
+    "block",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_a_function_runs_within_the_blocks_that_it_was_scheduled_in(
+    program: Program, block: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    weight, x = program.model[0].weight, torch.ones(1, 2)
+
+    def look() -> tuple[bool, bool, torch.dtype]:
+        return _what_is_set(x, weight)
+
+    outside = _what_is_set(x, weight)
+    with block():
+        here = _what_is_set(x, weight)
+        assert program.run(look, "error") == here != outside
+    assert program.run(look, "error") == outside  # the same function, not packed anew
+    with block():
+        assert program.run(look, "error") == here
+
+
+class _Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        (_Watching, "_Watching"),
+        (lambda: FlopCounterMode(display=False), "FlopCounterMode"),
+        (lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), "saved_tensors_hooks"),
+    ],
+    ids=["function mode", "dispatch mode", "hooks on saved tensors"],
+)
+def test_a_block_that_would_not_see_the_function_is_refused(
+    program: Program, block: Callable[[], AbstractContextManager[Any]], named: str
+) -> None:
+    with block(), pytest.raises(UnsupportedError, match=named):
+        program.coordinator.schedule(torch.get_default_dtype)
+    with torch.device("cpu"):
+        assert program.run(torch.get_default_dtype) is torch.get_default_dtype()

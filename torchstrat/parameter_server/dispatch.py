@@ -144,10 +144,11 @@ Options = Mapping[int, tuple[Mapping[str, Any], ...]]
 
 Modes = Mapping[Any, Any]
 """Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient;
-`DEFAULT_DTYPE` → that of the program; `AGGREGATIONS` → variable → `VariableAggregation` of buffers; `NUM_WORKERS` → how
-many the cluster's description has."""
+`DEFAULT_DTYPE` → that of the program; `SURROUNDINGS` → `PlainSettings` of the thread that has scheduled;
+`AGGREGATIONS` → variable → `VariableAggregation` of buffers; `NUM_WORKERS` → how many the cluster's description has."""
 
 DEFAULT_DTYPE = ("torch", "default_dtype")
+SURROUNDINGS = ("torch", "surroundings")
 AGGREGATIONS = ("buffers", "aggregations")
 NUM_WORKERS = ("cluster", "num_workers")
 

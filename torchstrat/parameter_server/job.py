@@ -519,7 +519,7 @@ class Job:
     def settle(self, reading: Reading) -> tuple[Options, Modes]:
         """`options` and `modes`. ``reading`` was made before the `commit` that has just ended: what has changed since
         then makes the next one another."""
-        options, modes = self.options(), self.modes()
+        options, modes = self.options(), {**self.modes(), dispatch.SURROUNDINGS: reading.surroundings}
         self._settled = reading, options, modes
         return options, modes
 

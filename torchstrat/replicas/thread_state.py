@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,16 +27,57 @@ from torchstrat.core._torch_private import (
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
+class PlainSettings(NamedTuple):
+    """Gradient and inference mode, and autocast: what can be sent to another process."""
+
+    grad: bool = True
+    inference: bool = False
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    autocast_cache: bool = True
+
+    @staticmethod
+    def here() -> PlainSettings:
+        """Those of the calling thread."""
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if not is_any_autocast_enabled():
+            return AS_A_THREAD_BEGINS if grad and not inference else PlainSettings(grad, inference)
+        return PlainSettings(grad, inference, _autocast_dtypes(), torch.is_autocast_cache_enabled())
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """On this thread, where none of it is set."""
+        with contextlib.ExitStack() as stack:
+            for device_type, dtype in self.autocast:
+                entered = torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache)
+                stack.enter_context(entered)
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            elif not self.grad:
+                stack.enter_context(torch.no_grad())
+            yield
+
+
+AS_A_THREAD_BEGINS = PlainSettings()
+
+
+def what_sees_operators() -> str:
+    """What the program has set on this thread to see, or to change, what operators do, and cannot be sent: a name for
+    it, or nothing. A default device, which is a mode as well, is left out."""
+    modes = function_mode_stack() if count_function_modes() else []
+    modes = [mode for mode in modes if type(mode).__module__ != "torch.utils._device"]  # imported when there is one
+    modes += dispatch_mode_stack() if count_dispatch_modes() else []
+    if modes:
+        return f"{type(modes[-1]).__name__}()"
+    return "" if saved_tensor_hooks() is None else "torch.autograd.graph.saved_tensors_hooks(…)"
+
+
 class ThreadState:
     """Taken on construction, on the calling thread: gradient and inference mode, autocast, function and dispatch modes
     (the default device is one), hooks on saved tensors, the number of threads for operators, CUDA streams, and context
     variables."""
 
     def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = _autocast_dtypes() if is_any_autocast_enabled() else []
-        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._settings = PlainSettings.here()
         self._function_modes = function_mode_stack() if count_function_modes() else []
         self._dispatch_modes = dispatch_mode_stack() if count_dispatch_modes() else []
         self._saved_tensor_hooks = saved_tensor_hooks()
@@ -44,12 +85,8 @@ class ThreadState:
         self._context = contextvars.copy_context()
         has_cuda = torch.cuda.is_initialized()
         self._streams = [torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())] if has_cuda else []
-        self._is_plain = self._grad and not (
-            self._inference
-            or self._autocast
-            or self._function_modes
-            or self._dispatch_modes
-            or self._saved_tensor_hooks is not None
+        self._is_plain = self._settings == AS_A_THREAD_BEGINS and not (
+            self._function_modes or self._dispatch_modes or self._saved_tensor_hooks is not None
         )
 
     def call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
@@ -68,23 +105,17 @@ class ThreadState:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
                 stack.enter_context(torch.cuda.stream(self._streams[device.index or 0] if self._streams else None))
-            for device_type, dtype in self._autocast:
-                entered = torch.autocast(device_type, dtype=dtype, cache_enabled=self._autocast_cache)
-                stack.enter_context(entered)
-            if self._inference:
-                stack.enter_context(torch.inference_mode())
-            elif not self._grad:
-                stack.enter_context(torch.no_grad())
+            stack.enter_context(self._settings.in_force())
             if self._saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
             stack.enter_context(_modes(self._function_modes, self._dispatch_modes))
             return fn()
 
 
-def _autocast_dtypes() -> list[tuple[str, torch.dtype]]:
-    return [
+def _autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple(
         (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
-    ]
+    )
 
 
 @contextlib.contextmanager

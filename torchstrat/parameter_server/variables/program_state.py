@@ -35,6 +35,7 @@ from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorC
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import Bonds, Placement
+from torchstrat.replicas.thread_state import PlainSettings, what_sees_operators
 
 _MOST_NAMES = 3
 _WRITTEN_TOO = (
@@ -419,7 +420,13 @@ class Reading:
         structure: ModuleStructure,
     ) -> None:
         population = registry.population
-        self._marks: list[Any] = [torch.get_default_dtype(), *population, *variables.population]
+        if sees := what_sees_operators():
+            raise UnsupportedError(
+                f"a function was scheduled within `with {sees}:`, which would not see what the function does on its "
+                "worker. Open that block in the function, or schedule outside of it."
+            )
+        self.surroundings = PlainSettings.here()
+        self._marks: list[Any] = [torch.get_default_dtype(), self.surroundings, *population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
         self._is_comparable = True
         if any(population):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.optimizers import is_listed
-from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, Modes, Options
+from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, SURROUNDINGS, Modes, Options
 from torchstrat.parameter_server.messages import Gone, SetAttributes
 from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
 from torchstrat.parameter_server.worker.local_variables import Copies
-from torchstrat.replicas.thread_state import leave_plain
+from torchstrat.replicas.thread_state import AS_A_THREAD_BEGINS, leave_plain
 
 
 class Settings:
@@ -51,6 +51,7 @@ class Settings:
         self._optimizers: dict[int, Optimizer] = {}
         self._owns_process = owns_process
         self._default_dtype: torch.dtype | None = None
+        self._surroundings = AS_A_THREAD_BEGINS
         self._attributes: dict[Any, SetAttributes] = {}
         self._own_attributes: dict[int, dict[str, Any]] = {}  # of optimizers of the program's own classes
         self._members: dict[Any, Members] = {}
@@ -73,6 +74,7 @@ class Settings:
 
     def set_modes(self, modes: Modes) -> None:
         self._modules, self._parameters = [], []
+        self._surroundings = modes.get(SURROUNDINGS, AS_A_THREAD_BEGINS)
         if self._owns_process:
             self._default_dtype = modes.get(DEFAULT_DTYPE)
             self._put_back_default_dtype()
@@ -151,6 +153,18 @@ class Settings:
             self._members.pop(token, None)
             if token[0] == "helper":
                 self._forget(token[1])
+
+    def surround(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn`` within the blocks (``torch.no_grad()``, autocast) that the coordinator has scheduled it in."""
+        surroundings = self._surroundings
+        if surroundings == AS_A_THREAD_BEGINS:
+            return fn
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with surroundings.in_force():
+                return fn(*args, **kwargs)
+
+        return call
 
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""

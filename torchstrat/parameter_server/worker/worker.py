@@ -533,7 +533,7 @@ class _Session:
             args, kwargs = self._world.unpickle(blob, tensors, buffers, "args")
             captured = [*code.captured, *self._captured(tokens)]
         phases.reached(phases.INSIDE)
-        return code.function, tuple(args), dict(kwargs), captured, code.learned
+        return self._settings.surround(code.function), tuple(args), dict(kwargs), captured, code.learned
 
     def _captured(self, tokens: Iterable[Any]) -> list[Any]:
         return [self._world.resolve(token) for token in tokens]
