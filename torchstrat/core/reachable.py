@@ -81,7 +81,7 @@ class Reached:
     helpers: list[Any] = dataclasses.field(default_factory=list)
     generators: list[Any] = dataclasses.field(default_factory=list)
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Tensors that are no leaves with a gradient."""
+    """Tensors that are no parameters, nor leaves with a gradient."""
 
 
 class Start:
@@ -151,7 +151,12 @@ def _reference_to(value: Any) -> weakref.ref[Any] | None:
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not (value.requires_grad and value.is_leaf)
+    return isinstance(value, torch.Tensor) and not _is_variable(value)
+
+
+def _is_variable(tensor: torch.Tensor) -> bool:
+    """Whether nobody has to have said so: a frozen parameter is one that steps write to, as they do to a target's."""
+    return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 
 def _is_library_function(value: Any) -> bool:
@@ -167,7 +172,7 @@ def _is_library(module_name: str | None) -> bool:
 def _open(value: Any, reached: Reached) -> Iterator[Any]:
     """Record ``value`` if it is of a kind that is looked for, and yield what to look at next."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad and value.is_leaf:
+        if _is_variable(value):
             reached.tensors.append(value)
         else:
             reached.plain.append(value)

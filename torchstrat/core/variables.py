@@ -286,7 +286,7 @@ class VariableRegistry:
         for tensor in found.tensors:
             if id(tensor) in members or tensor in self._lone_tensors:
                 continue
-            is_known = id(tensor) in owned or tensor in self._given_up
+            is_known = id(tensor) in owned or tensor in self._given_up or not tensor.requires_grad
             if self._tensors.add(tensor) and not self._opened and not is_known:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "leaf tensor"
                 adopted.append(f"a bare {kind} of shape {tuple(tensor.shape)}, in no module and no optimizer")

@@ -182,6 +182,23 @@ def bare_parameters() -> Training:
     return Training(step, {"weight": weight, "bias": bias})
 
 
+def frozen_bare_parameter() -> Training:
+    """In no module, no optimizer, and without a gradient: a centre that the step moves."""
+    model, centre = Mlp(), nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = sgd(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            centre.add_(model.last.bias + 0.1)
+        optimizer.zero_grad()
+        losses: torch.Tensor = (model(batch[0]) - batch[1] - centre).square().mean(dim=-1)
+        losses.mean().backward()
+        optimizer.step()
+        return losses.detach()
+
+    return Training(step, {"model": model, "centre": centre})
+
+
 class _MixedPrecision(nn.Module):
     """A float32 trunk under a float64 head."""
 
@@ -312,7 +329,14 @@ CASES = (
     Case("built_in_run", partial(built_in_run, True)),
     Case("built_in_run_drawn", partial(built_in_run, False), expected=no_numbers),
     Case("mixed_dtypes", partial(trained, _MixedPrecision), tolerance=1e-5),
-    *named(parameter_made_in_forward, bare_parameters, gan, rank_dependent_values, buffers_of_every_kind),
+    *named(
+        parameter_made_in_forward,
+        bare_parameters,
+        frozen_bare_parameter,
+        gan,
+        rank_dependent_values,
+        buffers_of_every_kind,
+    ),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),
 )
