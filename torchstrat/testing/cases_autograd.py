@@ -301,9 +301,45 @@ def sums_of_branches() -> Training:
     return Training(train_step(losses, sgd(layers, lr=0.02, momentum=0.0), loss=_has_gone_back), {"layers": layers})
 
 
+def graph_kept_over_a_step() -> Training:
+    """Backward needs what the optimizer has changed since: PyTorch's error, as it is known by ``_version``."""
+    model = Mlp()
+    optimizer = sgd(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = squared_error(model(batch[0]), batch[1])
+        losses.mean().backward(retain_graph=True)
+        optimizer.step()
+        try:
+            torch.autograd.grad(losses.mean(), model.first.weight)
+        except RuntimeError:
+            return losses.detach() + 100
+        return losses.detach()
+
+    return Training(step, {"model": model})
+
+
+def cached_by_version() -> Training:
+    """The script makes something of a weight anew where its ``_version`` is another. Some replicas have no rows in the
+    last runs."""
+    model = Mlp()
+    kept: list[Any] = [None, None]
+
+    def norm() -> torch.Tensor:
+        weight = model.last.weight
+        if kept[0] != weight._version:
+            kept[:] = weight._version, weight.detach().norm()
+        return kept[1]  # type: ignore[no-any-return]
+
+    return Training(plain_step(model, sgd(model)), {"model": model, "norm": norm}, after=lambda *_: norm())
+
+
 CASES = (
     *named(forward_hooks, backward_hooks, tensor_hooks, gradient_penalty, func_grad, frozen_then_unfrozen),
     *named(two_models_one_backward, double_backward_across_all_reduce),
+    *named(graph_kept_over_a_step),
+    *named(cached_by_version, batches=partial(regression, (12, 12, 1, 1))),
     *named(nested_reentrant_checkpoints, backward_twice_over_one_graph, backward_of_some_inputs, batches=uneven),
     *named(sums_zeroed_in_place, sums_of_branches, batches=uneven, gradient_reduce_op="sum"),
     Case("compiled", partial(compiled, "aot_eager"), plain=partial(compiled, None)),

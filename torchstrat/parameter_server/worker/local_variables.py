@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
@@ -362,8 +363,8 @@ class Copies:
         self._fresh.add(spec.number)
 
     def _store_buffer(self, spec: VariableSpec, value: torch.Tensor) -> None:
-        # Not counted as a change in place, as with parameters: it may come between a forward and its backward, when
-        # another model's optimizer steps.
+        # Not counted as a change in place, as with parameters that are not stepped: it may come between a forward and
+        # its backward, when another model's optimizer steps.
         self._buffer(spec).data.copy_(value)
         self._reference[spec.number] = value.to(self._device, copy=True)
 
@@ -450,6 +451,14 @@ class Copies:
                 if parameter.has_other_memory:
                     self._give_own_memory(spec, parameter)
                 parameter.settle()
+
+    def note_stepped(self, specs: Iterable[VariableSpec]) -> None:
+        """A step of one of torch's classes is about to change these, of which `take_edits` has told. PyTorch counts
+        that, so that backward notices where it needs what was there before; the values that come do not count."""
+        for spec in self.dense(spec.number for spec in specs):
+            parameter = self._parameter(spec.number)
+            increment_version(parameter)
+            parameter.settle()
 
     def _give_own_memory(self, spec: VariableSpec, parameter: WatchedParameter) -> None:
         """A function has assigned ``data``. Whoever else has that memory would be written to with the next values."""

@@ -339,6 +339,8 @@ class RemoteSteps:
                 dense, rows = step.shards.of(server)
                 made = parts if server in step.changes or server in parts else others
                 made.setdefault(server, {})["steps"] = (OptimizerStep(number, options, dense, rows, attributes),)
+        if is_listed(type(optimizer)):
+            self._copies.note_stepped(step.stepped)
         self._send(parts, others, self._copies.dense(self._copies.reached))
         self.stepped = True
 
@@ -451,7 +453,8 @@ class _Shards:
 class _Gradients:
     """The gradients of one optimizer's parameters. ``takes_left``: servers may have some that functions have left.
 
-    ``servers``: all that have to make the step; ``changes``: those of them on which it does something by itself.
+    ``stepped``: what the step will change; ``servers``: all that have to make it; ``changes``: those of them on which
+    it does something by itself.
     """
 
     def __init__(
@@ -465,6 +468,7 @@ class _Gradients:
         # A gradient scaler leaves unscaling to fused optimizers; the servers know nothing of it.
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         self.found_inf = found is not None and bool(found)
+        self.stepped: list[VariableSpec] = []
         without: set[int] = set()  # servers of parameters that have no gradient
         # A step without any gradient is one too for a class that may do anything: it may count them.
         always = not is_listed(type(optimizer))
@@ -474,6 +478,7 @@ class _Gradients:
                     if not self.found_inf:
                         gradient = rows_of(tensor.grad)
                         known = _known(spec_of(tensor), tensor, optimizer)
+                        self.stepped.append(known)
                         self.shards.add(known, gradient if scale is None else gradient / scale)
                     pushed(tensor.grad)  # also where the scaler has looked at it, and makes no step
                 elif (always or takes_left) and not self.found_inf:

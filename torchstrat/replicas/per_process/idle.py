@@ -250,6 +250,8 @@ class IdleReplicas:
     def _hand_over_values(self, manifest: _Manifest) -> None:
         parameters, buffers = self._registry.named_tensors(), _buffers(self._registry)
         elsewhere = {name: kind for name, kind in manifest.parameters.items() if name not in manifest.central}
+        if self._is_idle and self._storage is not None:  # others have written to the memory
+            self._storage.parameters.stepped(parameters[name] for name in manifest.central if name in parameters)
         for kinds, own in ((elsewhere, parameters), (manifest.buffers, buffers)):
             values = []
             for name, kind in kinds.items():

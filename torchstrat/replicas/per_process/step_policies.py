@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError
@@ -264,9 +265,15 @@ class PrimarySteps(ReplicatedSteps):
 
     def end_step(self, call: StepCall) -> None:
         self._tell_settings(call)
-        values = [tensor.data for tensor in self._elsewhere(call.tensors)]
-        broadcast_tensors(self._communicator, values, OWNER, f"{call.name}: the owner's new parameters")
+        self._hand_out(self._elsewhere(call.tensors), f"{call.name}: the owner's new parameters")
         super().end_step(call)
+
+    def _hand_out(self, tensors: list[torch.Tensor], what: str) -> None:
+        """The owner's values are everyone's, and count as written, as the owner's step has counted: backward has to
+        notice where it needs what was there before."""
+        broadcast_tensors(self._communicator, [tensor.data for tensor in tensors], OWNER, what)
+        if not self._owns:
+            increment_version(tensors)
 
     def _settings_of(self, optimizer: Optimizer) -> list[list[dict[str, Any]]]:
         """Of what the owner is about to step, where steps may set something."""
@@ -289,11 +296,11 @@ class PrimarySteps(ReplicatedSteps):
     def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
         """The owner leads: the others evaluate the closure whenever its step does."""
         self._settings = self._settings_of(call.optimizer)
-        values = [tensor.data for tensor in self._elsewhere(call.tensors)]
+        elsewhere = self._elsewhere(call.tensors)
         gradients = _LeadersGradients(self._communicator, self._gradients.records, call.tensors, call.name)
 
         def evaluate_together() -> Any:
-            broadcast_tensors(self._communicator, values, OWNER, call.name)
+            self._hand_out(elsewhere, call.name)
             self._begin_evaluation(call)
             loss = evaluate()
             self._end_evaluation(call)
@@ -377,8 +384,8 @@ class ShardedSteps(PrimarySteps):
         self._storage.end_step(self._communicator, call.optimizer, f"{call.name}: the end of the step")
         level = self._storage.level_after(call.tensors)
         self._storage.parameters.stepped(level)
-        values = [tensor.data for tensor in self._elsewhere(call.tensors, alone=False)]
-        broadcast_tensors(self._communicator, values, OWNER, f"{call.name}: the owner's new parameters")
+        elsewhere = self._elsewhere(call.tensors, alone=False)
+        self._hand_out(elsewhere, f"{call.name}: the owner's new parameters")
         self._edits.note(level)
         self._gradients.records.after_step(call.tensors)
 
