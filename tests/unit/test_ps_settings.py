@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
-from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
+from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -710,3 +710,23 @@ def test_a_block_that_would_not_see_the_function_is_refused(
         program.coordinator.schedule(torch.get_default_dtype)
     with torch.device("cpu"):
         assert program.run(torch.get_default_dtype) is torch.get_default_dtype()
+
+
+class _Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(4, 3), torch.ones(2, 1)], ids=["fewer", "more", "one"])
+def test_a_buffer_keeps_its_shape(program: Program, value: torch.Tensor) -> None:
+    """Of one that fits after broadcasting the worker had another one than the servers."""
+    with program.coordinator.strategy.scope():
+        model = _Remembers()
+
+    def put() -> None:
+        model.seen = value  # type: ignore[assignment]
+
+    with pytest.raises(InvalidArgumentError, match=r"gave seen of module \d \(2, 3\) another shape"):
+        program.run(put)
+    assert program.run(lambda: model.seen).equal(torch.zeros(2, 3))

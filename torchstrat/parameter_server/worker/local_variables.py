@@ -365,7 +365,10 @@ class Copies:
     def _store_buffer(self, spec: VariableSpec, value: torch.Tensor) -> None:
         # Not counted as a change in place, as with parameters that are not stepped: it may come between a forward and
         # its backward, when another model's optimizer steps.
-        self._buffer(spec).data.copy_(value)
+        buffer = self._buffer(spec)
+        if buffer.shape != value.shape:  # a function has put another one there, and was refused
+            buffer.data = torch.empty_like(value, device=self._device)
+        buffer.data.copy_(value)
         self._reference[spec.number] = value.to(self._device, copy=True)
 
     def _is_statistic(self, spec: VariableSpec) -> bool:
@@ -441,11 +444,7 @@ class Copies:
             parameter = self._parameter(spec.number)
             if parameter.is_written():
                 current = parameter.memory
-                if current.shape != torch.Size(spec.shape):
-                    raise InvalidArgumentError(
-                        f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(current.shape)}. "
-                        "Variables on parameter servers keep their shape."
-                    )
+                _require_shape(spec, current)
                 self.wrote_parameters = True
                 yield VariableEdit(spec, "assign", current.clone())
                 if parameter.has_other_memory:
@@ -493,11 +492,20 @@ class Copies:
                 continue
             spec = self._specs[number]
             current = self._buffer(spec).detach()
+            _require_shape(spec, current)
             if is_same(current, reference):
                 continue
             edits.append(self.buffer_edits.edit_of(spec, current, reference, is_statistic=self._is_statistic(spec)))
             self._reference[number] = current.clone()
         return edits
+
+
+def _require_shape(spec: VariableSpec, value: torch.Tensor) -> None:
+    if value.shape != torch.Size(spec.shape):
+        raise InvalidArgumentError(
+            f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(value.shape)}. Variables on "
+            "parameter servers keep their shape; give a buffer that grows its largest one."
+        )
 
 
 def _unknown(value: torch.Tensor) -> torch.Tensor:
