@@ -265,7 +265,7 @@ RAISE_WHERE_CUT = {
     *("pruned_half_way", "pruned_for_a_while", "edited_between_steps", "evaluated_between_steps", "elements_set_aside"),
     *("elements_exchanged_in_step", "elements_exchanged_outside"),
     # operators
-    *("lstm", "transformer_encoder", "weight_norm", "channels_last", "compiled"),
+    *("lstm", "transformer_encoder", "weight_norm", "blocks_over_the_whole_step", "channels_last", "compiled"),
     # variables made in a run, which are cut after it only: the case reads them before
     *("built_in_run", "built_in_run_drawn", "everything_made_in_first_run"),
     # steps that engines easily get wrong

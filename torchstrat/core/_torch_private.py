@@ -280,6 +280,34 @@ _make_no_frames_of_these()
 
 # Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
 # the rest of entering and leaving an empty run.
+def _present(module: str, name: str) -> tuple[ModuleType, str]:
+    look_up(f"{module}.{name}")
+    return look_up(module), name
+
+
+parametrization_cache: tuple[ModuleType, str] = _present("nn.utils.parametrize", "_cache")
+"""A dictionary that ``with parametrize.cached():`` fills, and another one after it."""
+
+set_by_blocks: tuple[tuple[ModuleType, str], ...] = (
+    _present("nn.utils.parametrize", "_cache_enabled"),
+    _present("nn.modules.module", "_global_is_full_backward_hook"),
+    _present("autograd.graph", "_allow_mutation_on_saved_tensors_enabled"),
+)
+"""Names in modules of torch that a ``with`` block, or what is undone at its end, sets for the whole process."""
+
+global_module_hooks: tuple[dict[int, Any], ...] = tuple(
+    look_up(f"nn.modules.module._global_{kind}")
+    for kind in (
+        "backward_pre_hooks",
+        "backward_hooks",
+        "forward_pre_hooks",
+        "forward_hooks",
+        "forward_hooks_always_called",
+        "forward_hooks_with_kwargs",
+    )
+)
+"""What ``register_module_forward_hook`` and its like have registered for all modules."""
+
 registration_hooks: tuple[dict[int, Any], ...] = tuple(
     look_up(f"nn.modules.module._global_{kind}_registration_hooks") for kind in ("parameter", "buffer", "module")
 )

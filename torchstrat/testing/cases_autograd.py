@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
@@ -320,6 +324,32 @@ def graph_kept_over_a_step() -> Training:
     return Training(step, {"model": model})
 
 
+def blocks_over_the_whole_step() -> Training:
+    """What PyTorch and Python keep globally while a block lasts, which has the backward pass and the step in it:
+    weights that are computed once, a hook on all modules, filters of warnings."""
+    model = Mlp()
+    weight_norm(model.first)
+    optimizer = sgd(model)
+    filters = len(warnings.filters)
+
+    def halve(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output * 0.5 if isinstance(module, nn.Tanh) else None
+
+    def step(batch: Batch) -> torch.Tensor:
+        handle = register_module_forward_hook(halve)
+        with parametrize.cached(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.zero_grad()
+            losses = squared_error(model(batch[0]), batch[1])
+            losses.mean().backward()
+            optimizer.step()
+            more: torch.Tensor = model(batch[0]).detach().square().mean(dim=-1)
+        handle.remove()
+        return losses.detach() + more
+
+    return Training(step, {"model": model, "filters": lambda: torch.tensor(len(warnings.filters) - filters)})
+
+
 def cached_by_version() -> Training:
     """The script makes something of a weight anew where its ``_version`` is another. Some replicas have no rows in the
     last runs."""
@@ -338,7 +368,7 @@ def cached_by_version() -> Training:
 CASES = (
     *named(forward_hooks, backward_hooks, tensor_hooks, gradient_penalty, func_grad, frozen_then_unfrozen),
     *named(two_models_one_backward, double_backward_across_all_reduce),
-    *named(graph_kept_over_a_step),
+    *named(graph_kept_over_a_step, blocks_over_the_whole_step),
     *named(cached_by_version, batches=partial(regression, (12, 12, 1, 1))),
     *named(nested_reentrant_checkpoints, backward_twice_over_one_graph, backward_of_some_inputs, batches=uneven),
     *named(sums_zeroed_in_place, sums_of_branches, batches=uneven, gradient_reduce_op="sum"),

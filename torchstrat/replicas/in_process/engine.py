@@ -45,6 +45,7 @@ from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.local_components import LocalComponents
+from torchstrat.replicas.in_process.process_settings import ProcessSettings
 from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
 from torchstrat.replicas.local_updates import (
     LocalRounds,
@@ -98,6 +99,7 @@ class InProcessReplicas:
         self._ends_round: list[bool] = []  # of the replicas of the run that goes on
         self._local = None if local is None else LocalComponents(self.registry, self._torch_devices)
         self._components = self._local or Components(self.registry, self._torch_devices, home)
+        self._process_settings = ProcessSettings()
         self._gradients = InProcessGradients(
             self._components, self.registry, gradient_op, len(devices), combines=local is None
         )
@@ -332,9 +334,11 @@ class InProcessReplicas:
         self.registry.on_copy = self._note_copy
         self._newborn.begin(members.modules, has_lazy=self._components.has_lazy)
         self._steps.begin(baton, weights)
+        self._process_settings.begin(replicas)
         self._components.streams.begin(replicas)  # last: what fails before leaves the user's generator as it was
 
     def _end(self, weights: StepWeights, *, failed: bool) -> None:
+        self._process_settings.end()
         with OwnSettings():
             try:
                 self._components.activate(None)
@@ -378,8 +382,9 @@ class InProcessReplicas:
 
     def _switch(self, replica: int | None) -> None:
         self._gradients.switch(replica)
-        if replica is not None:  # what is done while all stand still draws nothing
+        if replica is not None:  # what is done while all stand still draws nothing, and sets nothing
             self._components.streams.activate(replica)
+            self._process_settings.activate(replica)
         if not self._components.has_nothing_to_swap(replica):
             with OwnSettings():
                 self._components.activate(replica)
