@@ -122,8 +122,8 @@ def lines(files: list[Path]) -> Any:
     return TextLineDataset(files).map(noisy)
 
 
-def hinted() -> Any:
-    return ArrayDataset(torch.arange(ROWS)).shuffle(ROWS, seed=1).shard(SHARD_HINT, SHARD_HINT).map(noisy)
+def hinted(seed: int | None = 1) -> Any:
+    return ArrayDataset(torch.arange(ROWS)).shuffle(ROWS, seed).shard(SHARD_HINT, SHARD_HINT).map(noisy)
 
 
 def shared(context: ts.InputContext) -> Any:
@@ -161,6 +161,14 @@ _ALONE: dict[str, Distribute] = {
 CASES: dict[str, tuple[Distribute, int]] = {
     **{f"{name}, {workers} workers": (make, workers) for name, make in _LOADERS.items() for workers in (0, 2)},
     **{f"{name}, no loader": (make, 0) for name, make in _ALONE.items()},
+    "function, shuffled pipeline, 2 workers": (
+        from_function(lambda context, workers: loader(shared(context), workers)),
+        2,
+    ),
+    "HINT, shuffled pipeline, persistent workers": (
+        under("HINT", lambda workers, _: loader(hinted(seed=None), workers, persistent_workers=True)),
+        2,
+    ),
     "function, own sampler, persistent workers": (
         from_function(lambda *made: by_sampler(*made, persistent_workers=True)),
         2,
@@ -247,7 +255,7 @@ RESTORED = [
     pytest.param(name, cut, marks=[] if number % len(CUTS) == turn else pytest.mark.soak)
     for number, name in enumerate(WITHOUT_WORKERS)
     for turn, cut in enumerate(CUTS)
-]
+] + [pytest.param("function, shuffled pipeline, 2 workers", (1, 2))]
 
 
 @pytest.mark.parametrize(("name", "cut"), RESTORED)
@@ -292,13 +300,26 @@ class Shards(IterableDataset[Any]):
         self.first, self.step, self.augments = context.input_pipeline_id, context.num_input_pipelines, augments
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in torch.randperm(ROWS)[self.first :: self.step].tolist():
+        worker = get_worker_info()
+        turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            torch.manual_seed(worker.seed - worker.id)
+        for number in torch.randperm(ROWS)[self.first :: self.step][turn::turns].tolist():
             yield torch.stack([noisy(number) if self.augments else torch.tensor([float(number)])])
 
 
-def read_shards(augments: bool, in_loader: bool) -> tuple[list[float], list[str]]:
+SHARDS: dict[str, Any] = {
+    "NoLoader": None,
+    "InProcess": {"batch_size": None},
+    "InWorkers": {"batch_size": None, "num_workers": 2},
+    "OneBatchOfEachWorker": {"batch_size": 3, "num_workers": 2, "persistent_workers": True},
+}
+"""By a name for the data set: settings of its loader."""
+
+
+def read_shards(augments: bool, name: str) -> tuple[list[float], list[str]]:
     strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
-    kind = type(f"Shards{in_loader:d}", (Shards,), {})  # each kind is told of once
+    kind = type(name, (Shards,), {})  # each kind is told of once
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -307,23 +328,24 @@ def read_shards(augments: bool, in_loader: bool) -> tuple[list[float], list[str]
 
     def make(context: ts.InputContext) -> Any:
         shards = kind(context, augments)
-        return DataLoader(shards, batch_size=None) if in_loader else shards
+        return shards if SHARDS[name] is None else DataLoader(shards, **SHARDS[name])
 
     try:
         dataset = strategy.distribute_datasets_from_function(make)
-        return [row[0] for _ in range(2) for step in dataset for row in step.values[0].tolist()], told
+        return [row[0] for _ in range(2) for step in dataset for row in step.values[0].flatten(0, -2).tolist()], told
     finally:
         logging.getLogger("torchstrat.data").removeHandler(handler)
         strategy.close()
 
 
-@pytest.mark.parametrize("in_loader", [False, True])
-def test_what_shards_itself_draws_as_the_others_and_is_told_of(two_processes: Workers, in_loader: bool) -> None:
+@pytest.mark.parametrize("name", SHARDS)
+def test_what_shards_itself_draws_as_the_others_and_is_told_of(two_processes: Workers, name: str) -> None:
     for augments in False, True:
-        (first, told), (second, nothing) = two_processes.run(read_shards, augments, in_loader)
+        (first, told), (second, nothing) = two_processes.run(read_shards, augments, name)
         assert sorted(first + second) == sorted([*range(ROWS)] * 2), "no row is lost or repeated"
-        expected = f"Shards{in_loader:d} draws from the process's random streams"
-        assert [text.split(" while")[0] for text in told] == [expected] * augments
+        expected = f"{name} draws from the process's random streams"
+        seen = augments and name != "OneBatchOfEachWorker"  # with its first one a generator draws what it begins with
+        assert [text.split(" while")[0] for text in told] == [expected] * seen
         assert not nothing
 
 

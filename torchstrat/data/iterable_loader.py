@@ -20,13 +20,16 @@ from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import spec
 from torchstrat.data.loader_batches import CollateAndSplit
 from torchstrat.data.own_draws import (
+    CollateAndTell,
     Continuing,
     OwnDraws,
     Seeds,
     Watched,
+    WatchedInWorkers,
     apart,
     generators_of_data,
     leave_for_next_pass,
+    next_of,
     seeds_of_pass,
 )
 from torchstrat.data.pass_draws import draw_for_workers, generator_of_workers
@@ -197,14 +200,13 @@ class IterableLoader:
     def _apart(self) -> bool:
         """Whether the data set draws in streams of its pipeline.
 
-        One that shards itself may do that by what all processes draw alike: it is left alone. So are workers that
-        shuffle by their seed what is sharded after that.
+        One that shards itself may do that by what all processes draw alike: it is left alone.
         """
         data = read_by(self._dataset)
         ours = isinstance(data, Pipeline)
         if self._pipeline is None or (ours and not data.functions and self._loader.collate_fn is default_collate):
             return False
-        return isinstance(self._dataset, OwnFiles) or (ours and not (self._loader.num_workers and data.needs_seed))
+        return ours or isinstance(self._dataset, OwnFiles)
 
     def _opened(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: Seeds | None = None
@@ -212,14 +214,12 @@ class IterableLoader:
         """``seeds``: of what is read in this process, if the pass has some already."""
         loader, pipeline = self._loader, self._pipeline
         if pipeline is None or not self._apart:
-            batches = iter(self._loader_of(dataset, collate, loader.generator))
-            watched = pipeline == 0 and not loader.num_workers
-            return (Watched(batches, type(self._dataset).__qualname__) if watched else batches), None
+            return self._opened_alike(dataset, collate), None
         owned = generators_of_data(read_by(self._dataset), loader.collate_fn)
         if loader.num_workers:
             starts = not self._persistent or self._kept is None
             inner = self._loader_of(dataset, collate, generator_of_workers(loader, pipeline))
-            with apart(owned, pipeline):
+            with apart(owned, pipeline), self._shuffled_alike():
                 batches = iter(inner)
             if starts and pipeline:
                 draw_for_workers(loader)
@@ -228,6 +228,30 @@ class IterableLoader:
         leave_for_next_pass(owned)
         batches = iter(self._loader_of(dataset, collate, loader.generator))
         return Continuing(batches, OwnDraws(seeds, owned), 0, pipeline), seeds
+
+    def _opened_alike(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
+        """What draws from streams that are seeded as those of the other pipelines; the first one tells of it."""
+        loader, name = self._loader, type(self._dataset).__qualname__
+        if self._pipeline != 0 or isinstance(read_by(self._dataset), Pipeline):
+            return iter(self._loader_of(dataset, collate, loader.generator))
+        if not loader.num_workers:
+            return Watched(iter(self._loader_of(dataset, collate, loader.generator)), name)
+        batches = iter(self._loader_of(dataset, CollateAndTell(collate), loader.generator))
+        return WatchedInWorkers(batches, name, loader.num_workers)
+
+    @contextlib.contextmanager
+    def _shuffled_alike(self) -> Iterator[None]:
+        """While workers start, which are seeded apart: what is sharded after a shuffle needs one order in all
+        pipelines. Files of its own a pipeline shuffles by seeds of its own."""
+        data = read_by(self._dataset)
+        if isinstance(self._dataset, OwnFiles):
+            yield
+            return
+        data.seed_in_workers = next_of(self._loader.generator)  # with which those of the first pipeline are seeded
+        try:
+            yield
+        finally:
+            data.seed_in_workers = None
 
     def _loader_of(
         self, dataset: Any, collate: Callable[[list[Any]], Any], generator: torch.Generator | None

@@ -20,8 +20,8 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -236,6 +236,42 @@ class Watched(Iterator[T]):
         return item
 
 
+class WatchedInWorkers(Iterator[Any]):
+    """`Watched`, where ``items`` are what a `DataLoader` with ``workers`` collates by `CollateAndTell`."""
+
+    def __init__(self, items: Iterator[_Told], name: str, workers: int) -> None:
+        self._items, self._name, self._firsts = items, name, workers
+
+    def __next__(self) -> Any:
+        told = next(self._items)
+        if self._firsts:  # workers that persist count on from pass to pass: their second batch may begin one
+            self._firsts -= 1
+        elif told.moved:
+            tell_of_common_draws(self._name)
+        return told.batch
+
+
+class CollateAndTell:
+    """Collates in a data-loading worker, and tells with its second batch whether this one has moved the worker's
+    streams: all that is drawn there is drawn for the batches."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate, self._count, self._stood = collate, 0, 0
+
+    def __call__(self, examples: Any) -> _Told:
+        batch = self._collate(examples)
+        self._count += 1
+        if self._count > 2:
+            return _Told(batch, False)
+        before, self._stood = self._stood, _process_stands()
+        return _Told(batch, self._count == 2 and self._stood != before)
+
+
+class _Told(NamedTuple):
+    batch: Any
+    moved: bool
+
+
 @functools.cache
 def tell_of_common_draws(name: str) -> None:
     """Once for each kind of data set."""
@@ -243,7 +279,8 @@ def tell_of_common_draws(name: str) -> None:
         "%s draws from the process's random streams while it is read. It may shard itself by what all processes draw "
         "alike, so these streams are left to it: where they are seeded equally, all processes draw the same. Let it "
         "augment from a generator of its own, seeded with the number of the pipeline "
-        "(torch.Generator().manual_seed(seed + context.input_pipeline_id)), or use a map-style data set.",
+        "(torch.Generator().manual_seed(seed + context.input_pipeline_id); in each of a DataLoader's workers, where "
+        "it is made in __iter__, + context.num_input_pipelines * get_worker_info().id), or use a map-style data set.",
         name,
     )
 

@@ -102,12 +102,15 @@ class Pipeline(IterableDataset[Any]):
     passes = 0
     """How often it was iterated: every pass is shuffled anew."""
 
+    seed_in_workers: int | None = None
+    """What data-loading workers shuffle by; None: by the seed that they have from their `DataLoader`."""
+
     def pass_seed(self) -> int:
         """The seed of a pass that begins now: the same in all workers of a `DataLoader`. Draws only if needed."""
         worker = get_worker_info()
-        if worker is not None:
-            return worker.seed - worker.id
-        return draw_seed() if self.needs_seed else 0
+        if worker is None:
+            return draw_seed() if self.needs_seed else 0
+        return worker.seed - worker.id if self.seed_in_workers is None else self.seed_in_workers
 
     def __iter__(self) -> Iterator[nest.Nest]:
         elements = self.read(View(seed=self.pass_seed(), passes=(self.passes,)))
