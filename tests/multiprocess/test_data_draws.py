@@ -175,6 +175,14 @@ CASES: dict[str, tuple[Distribute, int]] = {
     ),
 }
 ONE_WORKER = "DATA, rows, 1 worker"
+UNORDERED: dict[str, Distribute] = {
+    "function, rows, in any order": from_function(
+        lambda context, workers: loader(part(context), workers, shuffle=True, in_order=False)
+    ),
+    "function, shuffled pipeline, in any order": from_function(
+        lambda context, workers: loader(shared(context), workers, in_order=False)
+    ),
+}
 
 
 def seed(value: int) -> None:
@@ -197,7 +205,10 @@ def read(
 ) -> tuple[list[Rows], str, bytes]:
     """In a process: its rows by pass, of the last one the first ``last`` steps; where the streams stand then, and what
     a checkpoint keeps."""
-    distribute, workers = CASES[name] if name in CASES else (_LOADERS["DATA, rows"], 1)
+    if name in UNORDERED:
+        distribute, workers = UNORDERED[name], 2
+    else:
+        distribute, workers = CASES[name] if name in CASES else (_LOADERS["DATA, rows"], 1)
     strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
     seed(4 if apart and not strategy.is_chief else 3)
     dataset = distribute(strategy, workers, folder, buffer)
@@ -246,6 +257,16 @@ def test_one_worker_of_each_process_has_generators_of_its_own(two_processes: Wor
     assert sorted(columns[0]) == [*range(ROWS)]
     assert [len(set(column)) for column in columns[1:]] == [ROWS] * 6
     assert first_stand == second_stand
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_no_draw_is_repeated_where_workers_need_not_wait(two_processes: Workers, folder: Path, name: str) -> None:
+    (first, first_stand, _), (second, second_stand, _) = two_processes.run(read, name, folder)
+    for one, other in zip(first, second, strict=True):
+        assert sorted(row[0] for row in one + other) == [*range(ROWS)]
+    columns = list(zip(*(row[1:4] for one_pass in first + second for row in one_pass), strict=True))
+    assert [len(set(column)) for column in columns] == [2 * ROWS] * 3
+    assert first_stand == second_stand, "what later draws see must not depend on the rank"
 
 
 CUTS = ((1, 2), (2, 0), (2, 2))

@@ -261,6 +261,7 @@ class IterableLoader:
             return self._loader
         if self._kept is None or not self._persistent:
             self._kept = self._make(self._dataset if dataset is None else dataset, collate, generator)
+            self._kept.in_order = self._loader.in_order or self._pipeline is None
         return self._kept
 
     def _counted(

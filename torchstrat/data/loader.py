@@ -84,7 +84,9 @@ class LoaderSource(Source):
         if not self.loader.in_order and self.has_workers:
             if resume is not None:
                 _refuse_out_of_order()
-            return Stream(map(self._convert, iter(self.loader)), Place, _refuse_out_of_order)
+            alone = self.pipeline is None
+            batches = iter(self.loader) if alone else self._read(self.loader.collate_fn, None).items
+            return Stream(map(self._convert, batches), Place, _refuse_out_of_order)
         return self._converted(self.loader.collate_fn, resume)
 
     def _converted(self, collate: Collate, resume: Resume | None) -> Stream[nest.Nest]:
@@ -208,6 +210,7 @@ class LoaderSource(Source):
             name = "batch_sampler" if self._auto_collated else "sampler"
             batching: dict[str, Any] = {name: self._given} | ({} if self._auto_collated else {"batch_size": None})
             self._inner = _like(self.loader, generator=generator, collate_fn=collate, **batching)
+            self._inner.in_order = self.loader.in_order or self.pipeline is None
         self._inner.generator = generator
         return self._inner
 
@@ -390,7 +393,8 @@ class _Requests:
 
 
 def _like(loader: DataLoader[Any], dataset: Any = None, **changes: Any) -> DataLoader[Any]:
-    """A loader with the settings of ``loader``, but for the changes. Batches must come in the order of requests."""
+    """A loader with the settings of ``loader``, but for the changes. Batches come in the order of requests, by which
+    positions count; what is read without a position sets ``in_order``."""
     return DataLoader(
         loader.dataset if dataset is None else dataset,
         num_workers=loader.num_workers,
