@@ -55,6 +55,10 @@ APART: tuple[tuple[str, str, str], ...] = (
     ),
     ("graph of some", "watched", "refused by name: replicas come to gradients with graphs in one order, or not at all"),
     ("unused by some", "steps in hooks", "refused by name: a replica that is spared a gradient steps nothing there"),
+    ("inputs named", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with backward(inputs=…)"),
+    ("pruned", "copies the model", "PyTorch refuses it: what pruning computes is no leaf, and is not copied"),
+    ("strided", "as a vector", "PyTorch refuses it: elements in another order have no view"),
+    ("counter", "calls twice", "PyTorch refuses it: the second call changes what backward of the first needs"),
     ("by hand", "over", "it assigns gradients, and accumulates none"),
     ("summed by hand", "adds", "each replica adds the whole decay to its own gradient before they are summed"),
     ("shared memory", "in place", "PyTorch itself does to such gradients twice what it does in place"),
@@ -218,6 +222,7 @@ BLOCKS: Mapping[str, Piece] = {
     ),
     "pruned": _piece(
         "h = torch.tanh(self.b{i}(h))",
+        "pruned",
         init="self.b{i} = nn.utils.prune.l1_unstructured(nn.Linear(6, 6), 'weight', 0.5)",
     ),
     "functional_call": _piece(
@@ -274,7 +279,9 @@ BLOCKS: Mapping[str, Piece] = {
         "complex",
         init="self.p{i} = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128) / 6)",
     ),
-    "transposed": _piece("h = torch.tanh(h @ self.p{i})", init="self.p{i} = nn.Parameter(torch.randn(6, 6).t())"),
+    "transposed": _piece(
+        "h = torch.tanh(h @ self.p{i})", "strided", init="self.p{i} = nn.Parameter(torch.randn(6, 6).t())"
+    ),
     "pieces of one": _piece(
         "h = torch.tanh(F.linear(h, self.p{i}[:6], self.p{i}[6])) * self.p{i}.view(-1)[-1]",
         "used twice",
@@ -312,11 +319,12 @@ LOSSES: Mapping[str, Piece] = {
         "at = x.detach().requires_grad_()\n"
         "slope = torch.autograd.grad((model(at).sum() + at.sum()), at, create_graph=True)[0]\n"
         "return (out - y).square().mean() + 0.1 * slope.square().sum(dim=1).mean()",
-        "graph of inputs, not complex",
+        "graph of inputs, not complex, calls twice",
     ),
     "teacher": _piece(
         "with torch.no_grad():\n    soft = model(x).softmax(dim=1)\n"
-        "return F.mse_loss(out, y) + F.mse_loss(out.softmax(dim=1), soft.flip(1))"
+        "return F.mse_loss(out, y) + F.mse_loss(out.softmax(dim=1), soft.flip(1))",
+        "calls twice",
     ),
 }
 
@@ -363,7 +371,7 @@ BACKWARDS: Mapping[str, Piece] = {
         "own loss",
     ),
     "of inputs named": _piece(
-        "loss = loss_of(x, y)\nloss.backward(inputs=[p for p in model.parameters() if p.requires_grad])",
+        "loss = loss_of(x, y)\nloss.backward(inputs=[p for p in model.parameters() if p.requires_grad])", "inputs named"
     ),
     "of a list": _piece(
         "loss = loss_of(x, y)\ntorch.autograd.backward([loss / 2, loss_of(-x, y) / 3])", "used twice, accumulates twice"
@@ -563,10 +571,12 @@ AFTER: Mapping[str, Piece] = {
     "nothing": _piece(),
     "average": _piece(
         'program["average"].update_parameters(model)',
+        "copies the model",
         build='program["average"] = torch.optim.swa_utils.AveragedModel(model)',
     ),
     "average by hand": _piece(
         _LERP.replace("{copy}", "average"),
+        "copies the model",
         build='program["average"] = copy.deepcopy(model).requires_grad_(False)',
     ),
     "weights clamped": _piece("with torch.no_grad():\n    model.head.weight.clamp_(-0.3, 0.3)"),
@@ -581,6 +591,7 @@ AFTER: Mapping[str, Piece] = {
         "trained = [p for p in model.parameters() if not p.is_complex()]\n"
         "with torch.no_grad():\n"
         "    nn.utils.vector_to_parameters(0.99 * nn.utils.parameters_to_vector(trained), trained)",
+        "as a vector",
     ),
 }
 
@@ -591,6 +602,7 @@ BETWEEN: Mapping[str, Piece] = {
     ),
     "average": _piece(
         _LERP.replace("{copy}", "tracked"),
+        "copies the model",
         build='program["tracked"] = copy.deepcopy(model).requires_grad_(False)',
     ),
     "weights edited": _piece("with torch.no_grad():\n    model.head.weight.mul_(0.9)"),
