@@ -620,7 +620,7 @@ BETWEEN: Mapping[str, Piece] = {
         "    for p in model.parameters():\n        p.mul_(0.5)\n"
         "    for name, p in model.named_parameters():\n        p.copy_(kept[name])"
     ),
-    "frozen later": _piece("if index == 1:\n    model.head.bias.requires_grad_(False)", "frozen later"),
+    "frozen later": _piece("if index == 1:\n    model.head.bias.requires_grad_(False)"),
     "a layer anew": _piece("if index == 1:\n    torch.manual_seed(7)\n    model.head.reset_parameters()"),
     "state forgotten": _piece("if index == 1:\n    for optimizer in optimizers:\n        optimizer.state.clear()"),
     "weights set through data": _piece("model.head.bias.data = model.head.bias.data * 0.9"),
