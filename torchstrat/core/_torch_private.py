@@ -308,6 +308,8 @@ global_module_hooks: tuple[dict[int, Any], ...] = tuple(
 )
 """What ``register_module_forward_hook`` and its like have registered for all modules."""
 
+# Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
+# the rest of entering and leaving an empty run.
 registration_hooks: tuple[dict[int, Any], ...] = tuple(
     look_up(f"nn.modules.module._global_{kind}_registration_hooks") for kind in ("parameter", "buffer", "module")
 )
