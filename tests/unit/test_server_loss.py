@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import textwrap
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -55,11 +53,10 @@ def test_the_loop_does_not_notice(servers: tuple[int, ...], when: int, tmp_path:
 
 
 def documented_program() -> str:
-    """The code of the docstring."""
-    text = inspect.cleandoc(ts.ClusterCoordinator.restore_on_server_loss.__doc__ or "")
-    lines = text.split("A whole program::\n", 1)[1].split("\n")
-    code = itertools.takewhile(lambda line: not line or line.startswith("    "), lines)
-    return textwrap.dedent("\n".join(code))
+    """The code of the page on checkpoints."""
+    page = (Path(__file__).parents[2] / "docs/how_to/checkpoints.md").read_text()
+    blocks = re.findall(r"```\{code-block\} python\n:caption: [^\n]*\n(.*?)```", page, re.DOTALL)
+    return next(block for block in blocks if "restore_on_server_loss" in block)
 
 
 @pytest.mark.parametrize("takes_back", [True, False])

@@ -298,34 +298,7 @@ class ClusterCoordinator:
         max_restores: int = 10,
         within: timedelta | float = timedelta(hours=1),
     ) -> None:
-        """Say from what ``ParameterServerStrategy(on_server_loss="restore")`` restores. A whole program::
-
-            strategy = ts.ParameterServerStrategy(resolver, on_server_loss="restore")
-            coordinator = ts.ClusterCoordinator(strategy)
-            ...                                            # model and optimizer in the scope, train_step
-            leased = coordinator.create_leased_dataset(dataset_fn, batch_size=64, shuffle=True)
-            checkpoint = ts.Checkpoint(model=model, optimizer=optimizer, data=leased)
-            manager = ts.CheckpointManager("checkpoints")
-            step = manager.restore(checkpoint)
-            if step is None:
-                step = 0
-                manager.save(checkpoint, step)
-
-            def go_back(restored_step):
-                global step
-                step = restored_step
-
-            coordinator.restore_on_server_loss(manager, checkpoint, on_restored=go_back)
-            while leased.epoch < 3:
-                for batch in leased:
-                    step += 1
-                    coordinator.schedule(train_step, args=(batch,))
-                    if step % 100 == 0:
-                        manager.save(checkpoint, step, asynchronous=True)
-                coordinator.join()
-
-        ``step`` is a plain number, which no restore changes: ``on_restored`` takes it back. It grows before `schedule`,
-        which cancels its own function where it restores.
+        """Say from what ``ParameterServerStrategy(on_server_loss="restore")`` restores.
 
         When a server dies, something starts it again (`torchstrat launch`, Kubernetes), empty. The next call of this
         process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading or writing variables)
@@ -341,9 +314,8 @@ class ClusterCoordinator:
           variables are lost with the rest; what it reads is read again.
 
         A loop that counts steps instead of leasing rows keeps its counter in an object of the checkpoint, adds 1 before
-        `schedule`, and calls `join` before it saves. Per-worker datasets go on where they are, on their workers.
-
-        May be called again, to restore from something else.
+        `schedule`, and calls `join` before it saves. Per-worker datasets go on where they are, on their workers. May be called
+        again, to restore from something else. A whole program is on the documentation's page on checkpoints.
 
         Args:
             manager: where the program saves ``checkpoint``; it has to have saved it once when a server is lost.
