@@ -32,9 +32,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented, refused
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.variables import VariableRegistry
+from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import optimizer_state, renormed_rows
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
@@ -82,6 +83,7 @@ class Net(nn.Module):
         self.scale, self.history, self.kept, self.mask = 1.0, [1.0], None, torch.ones(5)
         self.carried: list[torch.Tensor] = []
         self.data, self.own, self.phase = Kept(), Own([1.0]), Phase.WHOLE
+        self.half, self.chosen = self.mean[:3], [self.first.weight]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.row == "table with max_norm":
@@ -98,6 +100,10 @@ class Net(nn.Module):
             hidden = hidden + self.carried[0]
         if self.row == "attribute left by forward":
             self.kept = hidden
+        if self.row == "attribute, a view of a buffer":
+            hidden = hidden * self.half.sum()
+        if self.row == "attribute, list of parameters":
+            hidden = hidden * self.chosen[0].mean()
         if self.row == "training mode":
             hidden = hidden * (1.0 if self.drop.training else 0.5)
         scaled = hidden * (self.calls.to(x.dtype) / 10 + self.holes[0]) * sum(self.history)
@@ -271,6 +277,11 @@ def _next_phase(program: Program, by: float) -> None:
     program.model.phase = Phase.HALF if program.model.phase is Phase.WHOLE else Phase.WHOLE
 
 
+def _choose(program: Program, by: float) -> None:
+    first = program.model.first
+    program.model.chosen = [first.bias if program.model.chosen[0] is first.weight else first.weight]
+
+
 def _count(program: Program, by: float) -> None:
     program.model.calls += round(20 * by) - 17
 
@@ -372,6 +383,8 @@ ROWS: Mapping[str, Row] = {
         merges="own",
     ),
     "attribute, enumeration": Row("attribute", lambda p: p.model.phase.value, _next_phase, merges="own"),
+    "attribute, a view of a buffer": Row("attribute", lambda p: p.model.half, _mul(lambda p: p.model.mean)),
+    "attribute, list of parameters": Row("attribute", lambda p: p.model.chosen[0].mean(), _choose, merges="own"),
     "attribute left by forward": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     "attribute carried on": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     **{
@@ -579,6 +592,8 @@ def _has_meaning(row: Row, column: str) -> bool:
 
 
 def _expected(row_name: str, column: str, place: str) -> Expected:
+    if row_name == "attribute, a view of a buffer" and place in places.IN_PROCESS:
+        return refused(UnsupportedError, "keeps a view.*Make the view where it is used", "replicas copy buffers")
     if column == "edited differently" and row_name.startswith("buffer"):
         became = "their mean" if row_name == "buffer, floating" else "the first replica's"
         return documented(f"is {became}", "differs between replicas, and is .*set_aggregation")

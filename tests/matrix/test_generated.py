@@ -52,6 +52,9 @@ ONCE_WRONG = {
     "weights of another optimizer that hooks of steps edit": drawn(
         stem="embedding", optimizer="Decaying", groups="two optimizers", after="weights clamped by step hooks"
     ),
+    "an averaged layer that lists its parameters": drawn(
+        blocks=("linear", "recurrent"), update="closure", after="average by hand", rows=(9, 1, 7)
+    ),
     "such a sum after one that a step has used": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale", update="closure"
     ),

@@ -314,8 +314,8 @@ class ClusterCoordinator:
           variables are lost with the rest; what it reads is read again.
 
         A loop that counts steps instead of leasing rows keeps its counter in an object of the checkpoint, adds 1 before
-        `schedule`, and calls `join` before it saves. Per-worker datasets go on where they are, on their workers. May be called
-        again, to restore from something else. A whole program is on the documentation's page on checkpoints.
+        `schedule`, and calls `join` before it saves. Per-worker datasets go on where they are, on their workers. May be
+        called again, to restore from something else. A whole program is on the documentation's page on checkpoints.
 
         Args:
             manager: where the program saves ``checkpoint``; it has to have saved it once when a server is lost.

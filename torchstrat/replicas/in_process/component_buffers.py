@@ -11,6 +11,8 @@ from torch import nn
 
 from torchstrat.core._torch_private import set_version_counters
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.variables import BufferSlot
 from torchstrat.replicas.local_updates import OwnValues
@@ -92,10 +94,14 @@ class ComponentBuffers:
         self._own = _OwnBuffers(rules)
         self.states: list[_BufferState] = []
         self._replicas: list[int] = []
+        self._viewed: set[int] = set()
         self._modules: set[int] = set()
 
-    def begin(self, slots: list[BufferSlot], modules: Iterable[nn.Module], replicas: list[int]) -> None:
-        self._replicas = replicas
+    def begin(
+        self, slots: list[BufferSlot], modules: Iterable[nn.Module], replicas: list[int], viewed: set[int]
+    ) -> None:
+        """``viewed``: addresses of the memory of which the step reaches other tensors than buffers, too."""
+        self._replicas, self._viewed = replicas, viewed
         self._modules = {id(module) for module in modules}
         self.states = [_BufferState(slot, slot.tensor) for slot in slots]
         for state in self.states:
@@ -153,6 +159,21 @@ class ComponentBuffers:
         for state in self.states:
             if state.slot.module is module and replica != state.made_by:
                 state.is_shared = True
+
+    def refuse_edits_of_viewed(self) -> None:
+        """Each replica has a copy of a buffer, which the views of it that the program keeps do not follow."""
+        for state in self.states if self._viewed else ():
+            central = state.central
+            if central is None or not has_address(central) or address_of(central) not in self._viewed:
+                continue
+            if any(not _are_equal(data, central) for data in state.data.values()):
+                name, kind = state.slot.name, type(state.slot.module).__name__
+                raise UnsupportedError(
+                    f"the step changes the buffer {name!r} of a {kind}, of which the program keeps a view "
+                    f"(an attribute or a variable made by slicing or reshaping it). Replicas in one process work on "
+                    f"copies of buffers, and the view does not follow. Make the view where it is used "
+                    f"(self.{name}[…]), or run one replica per process (torchrun)."
+                )
 
     def merge(self, weights: list[float], rows: Sequence[int | None]) -> None:
         """After the replicas' code has ended and all is parked: one value per buffer, from those of the replicas.

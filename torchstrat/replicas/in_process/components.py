@@ -94,7 +94,7 @@ class Components:
         self._level()
         vectors = {id(vector) for vector in members.vectors}
         slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
-        self._buffers.begin(slots, members.modules, self._replicas)
+        self._buffers.begin(slots, members.modules, self._replicas, members.viewed)
         self._helpers.begin(members.helpers, self._replicas, vectors)
         self._attributes.begin(members.modules, self._replicas, vectors)
         if self._home == self._leader:
@@ -103,6 +103,9 @@ class Components:
     def _level(self) -> None:
         """A run begins: every replica has what the central components are."""
         self.refresh()
+
+    def refuse_edits_of_viewed_buffers(self) -> None:
+        self._buffers.refuse_edits_of_viewed()
 
     def end(self, weights: list[float] | None, rows: Sequence[int | None] = ()) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.

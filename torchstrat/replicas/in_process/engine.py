@@ -342,6 +342,8 @@ class InProcessReplicas:
         with OwnSettings():
             try:
                 self._components.activate(None)
+                if not failed:
+                    self._components.refuse_edits_of_viewed_buffers()
                 if not failed and len(weights.active) > 1 and (not self._rounds or any(self._ends_round)):
                     self._report_differing(weights.active)
             except BaseException:

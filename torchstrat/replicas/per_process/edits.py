@@ -14,10 +14,6 @@ so the step's code has a view of the state that notes what it looks at; most ste
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import io
-import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -444,12 +440,6 @@ def _print_of(tensor: torch.Tensor | None) -> tuple[float, float]:
     return fingerprint([] if tensor is None else [tensor])
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-Attributes = dict[tuple[int, str], bytes]
-"""By the number of a module and the name of its attribute."""
-
-
 def _schedulers_and_scalers(members: Members) -> Iterator[Any]:
     return (one for one in members.helpers if not isinstance(one, Optimizer))
 
@@ -486,69 +476,3 @@ def level_plain(communicator: Communicator, registry: VariableRegistry, source: 
             tensor.requires_grad_(flag)
     for helper, told in zip(_schedulers_and_scalers(members), kept, strict=False):
         vars(helper).update({name: value for name, value in told.items() if vars(helper).get(name) != value})
-
-
-# -- attributes of modules: handed to ranks that have no rows in a run -------------------------------------------------
-
-
-def attributes_of(registry: VariableRegistry) -> Attributes:
-    """Those that can be handed over: no modules, parameters and what holds such."""
-    found = {}
-    for module in registry.modules():
-        for name, value in vars(module).items():
-            if name not in _OF_MODULES and (content := _pickled(value)) is not None:
-                found[registry.number_of(module), name] = content
-    return found
-
-
-def changed_attributes(registry: VariableRegistry, before: Attributes) -> Attributes:
-    return {key: content for key, content in attributes_of(registry).items() if before.get(key) != content}
-
-
-def put_attributes(registry: VariableRegistry, told: Attributes) -> None:
-    """Containers stay the objects that they are: the program may have others' references to them."""
-    modules = {registry.number_of(module): module for module in registry.modules()}
-    for (number, name), content in told.items():
-        if number in modules:
-            own, value = vars(modules[number]), pickle.loads(content)  # of a rank of this job
-            if not _fill(own.get(name), value):
-                own[name] = value
-
-
-def _fill(own: Any, value: Any) -> bool:
-    """Whether ``own`` has become what ``value`` is. Only what is one module's own may: an enumeration's member, a
-    function or a frozen data class is there once, and others have it too."""
-    if type(own) is not type(value):
-        return False
-    if isinstance(own, list):
-        own[:] = value
-    elif isinstance(own, dict):
-        own.clear()
-        own.update(value)
-    elif not _is_own_data(own):
-        return False
-    if hasattr(own, "__dict__"):
-        vars(own).clear()
-        vars(own).update(vars(value))
-    return True
-
-
-def _is_own_data(value: Any) -> bool:
-    if not dataclasses.is_dataclass(value) or isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__"):
-        return False
-    return not value.__dataclass_params__.frozen  # type: ignore[attr-defined]
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> None:
-        if isinstance(value, nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad):
-            raise pickle.PicklingError("is not plain")
-
-
-def _pickled(value: Any) -> bytes | None:
-    file = io.BytesIO()
-    try:
-        _Pickler(file).dump(value)
-    except Exception:
-        return None
-    return file.getvalue()

@@ -6,12 +6,16 @@ themselves, and afterwards the first of them hands over everything that the step
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import io
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.optim import Optimizer
 
@@ -24,13 +28,7 @@ from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.per_process.edits import (
-    Attributes,
-    attributes_of,
-    changed_attributes,
-    level_plain,
-    put_attributes,
-)
+from torchstrat.replicas.per_process.edits import level_plain
 from torchstrat.replicas.per_process.step_policies import OWNER
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -60,7 +58,7 @@ class _Manifest(NamedTuple):
     gradients: dict[str, GradientStatus]
     """What has become of those that all ranks are to have."""
     pending: bool
-    attributes: Attributes
+    attributes: dict[tuple[int, str], _Told]
     """Of modules, which the step has changed."""
     helpers: list[Any]
 
@@ -104,7 +102,7 @@ class IdleReplicas:
             self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
         if self._first != OWNER:
             self._lend_state()
-        self._attributes = attributes_of(self._registry) if self._world.rank == self._first else {}
+        self._attributes = _attributes_of(self._registry) if self._world.rank == self._first else {}
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
@@ -130,7 +128,7 @@ class IdleReplicas:
             self._gradients.pending = manifest.pending
             self._materialise(manifest)
             self._load_helpers(manifest.helpers)
-            put_attributes(self._registry, manifest.attributes)
+            _put_attributes(self._registry, manifest.attributes)
         level_plain(self._world, self._registry, self._first, AFTER)
         self._hand_over_values(manifest)
         self._hand_over_gradients(manifest)
@@ -161,7 +159,7 @@ class IdleReplicas:
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
             self._records.for_idle(roster),
             self._gradients.pending,
-            changed_attributes(self._registry, self._attributes),
+            _changed_attributes(self._registry, self._attributes),
             [self._state_of(helper) for helper in self._registry.helpers()],
         )
 
@@ -315,3 +313,139 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(child) for child in value] if isinstance(value, list) else tuple(_plain(c) for c in value)
     return None
+
+
+# -- attributes of modules --------------------------------------------------------------------------------------------
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class _Attribute(NamedTuple):
+    value: Any
+    content: bytes
+
+
+class _Told(NamedTuple):
+    """An attribute that the step has changed."""
+
+    content: bytes
+    is_same: bool
+    """Whether it is the object that it was."""
+
+
+Attributes = dict[tuple[int, str], _Attribute]
+"""By the number of a module and the name of its attribute."""
+
+
+def _attributes_of(registry: VariableRegistry) -> Attributes:
+    """Those that can be handed over: no objects that hold modules or what is trained."""
+    names = {id(value): name for name, value in _belongings(registry).items()}
+    found = {}
+    for module in registry.modules():
+        for name, value in vars(module).items():
+            if name not in _OF_MODULES and (content := _pickled(value, names)) is not None:
+                found[registry.number_of(module), name] = _Attribute(value, content)
+    return found
+
+
+def _changed_attributes(registry: VariableRegistry, before: Attributes) -> dict[tuple[int, str], _Told]:
+    found = {}
+    for key, (value, content) in _attributes_of(registry).items():
+        old = before.get(key)
+        if old is None or old.content != content:
+            found[key] = _Told(content, old is not None and old.value is value)
+    return found
+
+
+def _put_attributes(registry: VariableRegistry, told: dict[tuple[int, str], _Told]) -> None:
+    """Containers stay the objects that they are, and tensors where the step has left them so: the program may have
+    others' references to them, and a tensor may be a view of a buffer."""
+    modules = {registry.number_of(module): module for module in registry.modules()}
+    belongings = _belongings(registry) if told else {}
+    for (number, name), (content, is_same) in told.items():
+        if number not in modules:
+            continue
+        try:
+            value = _Unpickler(io.BytesIO(content), belongings).load()  # of a rank of this job
+        except KeyError:  # it has what was made in the step, which is not here
+            continue
+        attributes = vars(modules[number])
+        own = attributes.get(name)
+        if not (is_same and _copy(own, value)) and not _fill(own, value):
+            attributes[name] = value
+
+
+def _belongings(registry: VariableRegistry) -> dict[str, Any]:
+    """What each rank has for itself, by names that are the same on all: an attribute may refer to it."""
+    found: dict[str, Any] = {f"module {registry.number_of(module)}": module for module in registry.modules()}
+    found.update(registry.named_tensors())
+    found.update((f"buffer {name}", tensor) for name, tensor in _buffers(registry).items() if tensor is not None)
+    return found
+
+
+def _copy(own: Any, value: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or not isinstance(value, torch.Tensor) or own.requires_grad:
+        return False
+    if own.is_inference() or own.layout != torch.strided or _kind(own) != _kind(value):
+        return False
+    own.copy_(value)
+    return True
+
+
+def _fill(own: Any, value: Any) -> bool:
+    """Whether ``own`` has become what ``value`` is. Only what is one module's own may: an enumeration's member, a
+    function or a frozen data class is there once, and others have it too."""
+    if type(own) is not type(value):
+        return False
+    if isinstance(own, list):
+        own[:] = value
+    elif isinstance(own, dict):
+        own.clear()
+        own.update(value)
+    elif not _is_own_data(own):
+        return False
+    if hasattr(own, "__dict__"):
+        vars(own).clear()
+        vars(own).update(vars(value))
+    return True
+
+
+def _is_own_data(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__"):
+        return False
+    return not value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+class _Pickler(pickle.Pickler):
+    """``at_leaves``: ids of what a nest of containers holds itself. There everything with a name goes by it; inside of
+    other objects, of which each rank has to keep its own, only what is not trained."""
+
+    def __init__(self, file: io.BytesIO, names: dict[int, str], at_leaves: set[int]) -> None:
+        super().__init__(file)
+        self._names = names
+        self._at_leaves = at_leaves
+
+    def persistent_id(self, value: Any) -> str | None:
+        is_tied = isinstance(value, nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad)
+        name = self._names.get(id(value))
+        if is_tied and (name is None or id(value) not in self._at_leaves):
+            raise pickle.PicklingError("is not plain")
+        return name
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, belongings: dict[str, Any]) -> None:
+        super().__init__(file)
+        self._belongings = belongings
+
+    def persistent_load(self, name: str) -> Any:
+        return self._belongings[name]
+
+
+def _pickled(value: Any, names: dict[int, str]) -> bytes | None:
+    file = io.BytesIO()
+    try:
+        _Pickler(file, names, {id(leaf) for leaf in nest.leaves(value)}).dump(value)
+    except Exception:
+        return None
+    return file.getvalue()
