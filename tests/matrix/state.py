@@ -83,7 +83,8 @@ class Net(nn.Module):
         self.scale, self.history, self.kept, self.mask = 1.0, [1.0], None, torch.ones(5)
         self.carried: list[torch.Tensor] = []
         self.data, self.own, self.phase = Kept(), Own([1.0]), Phase.WHOLE
-        self.half, self.chosen = self.mean[:3], [self.first.weight]
+        self.half = self.mean[:3] if row == "attribute, a view of a buffer" else self.mean
+        self.chosen = [self.first.weight]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.row == "table with max_norm":
