@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import torchstrat as ts
 from torchstrat.cluster_resolver import TPUClusterResolver
+from torchstrat.distributed.tpu_topology import MAX_MESH_POINTS, TopologyFields, decode, encode
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.tpu.device_assignment import Tiling, ring_of_chips
 from torchstrat.sharding.tpu.system import RuntimeDevices, default_mesh_shape, system_of
-from torchstrat.sharding.tpu.topology import MAX_MESH_POINTS, TopologyFields, decode, encode
 from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 from torchstrat.tpu import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode, Topology
 

@@ -26,7 +26,7 @@ from torchstrat.distributed.cluster import (
 from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec, id_in_cluster, is_chief, worker_count
 from torchstrat.distributed.launcher_resolvers import KubernetesClusterResolver, SlurmClusterResolver
 from torchstrat.distributed.resolver_interface import ClusterResolver, with_layer
-from torchstrat.sharding.tpu.cluster_resolver import TPUClusterResolver
+from torchstrat.distributed.tpu_resolver import TPUClusterResolver
 
 __all__ = [
     "ClusterResolver",

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.values import BatchInfo, PerReplica
+from torchstrat.distributed.tpu_topology import Topology
 from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding
 from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
-from torchstrat.sharding.tpu.topology import Topology
 from torchstrat.strategies.tpu import TPUStrategy
 
 

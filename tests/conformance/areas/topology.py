@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.conformance.differences import raises
 from tests.conformance.harness import Case, Difference
+from torchstrat.distributed.tpu_topology import Topology
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.sharding.tpu.topology import Topology
 
 
 def recorded_topology(setup: dict[str, Any]) -> Topology:

@@ -3,10 +3,10 @@
 Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor torch_xla.
 """
 
+from torchstrat.distributed.tpu_topology import Topology
 from torchstrat.sharding.tpu import experimental
 from torchstrat.sharding.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode
 from torchstrat.sharding.tpu.system import experimental_connect_to_cluster, initialize_tpu_system
-from torchstrat.sharding.tpu.topology import Topology
 
 __all__ = [
     "SINGLE_CORE_ASSIGNMENT",

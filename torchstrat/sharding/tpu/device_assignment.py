@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.sharding.tpu.topology import MESH_RANK, Integers, MeshShape, Topology, frozen, integers, mesh_axes
+from torchstrat.distributed.tpu_topology import MESH_RANK, Integers, MeshShape, Topology, frozen, integers, mesh_axes
 
 Chip = tuple[int, int, int]
 

@@ -22,10 +22,10 @@ import numpy as np
 from torchstrat.core.errors import ContextError, DeviceError, InvalidArgumentError, WrongTypeError
 from torchstrat.distributed.cluster_spec import ClusterSpec
 from torchstrat.distributed.resolver_interface import ClusterResolver
-from torchstrat.sharding.tpu.cluster_resolver import TPUClusterResolver
+from torchstrat.distributed.tpu_resolver import TPUClusterResolver
+from torchstrat.distributed.tpu_topology import Integers, Topology, checked_mesh_shape, frozen
 from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
-from torchstrat.sharding.tpu.topology import Integers, Topology, checked_mesh_shape, frozen
 
 MOST_PROBLEMS = 8
 """That one message lists."""

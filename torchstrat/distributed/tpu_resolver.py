@@ -10,7 +10,7 @@ from torchstrat.core.errors import ClusterConfigError, ContextError, WrongTypeEr
 from torchstrat.distributed.cluster import Environment
 from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec
 from torchstrat.distributed.resolver_interface import ClusterResolver, address_of
-from torchstrat.sharding.tpu.topology import Topology
+from torchstrat.distributed.tpu_topology import Topology
 
 LOCAL = "local"
 VARIABLES = ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME")
