@@ -11,8 +11,8 @@ from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.variable.storage import VariablePlacement
 from torchstrat.distributed.launcher import join_job
-from torchstrat.replicas.launch import check_collectives, place_replicas
 from torchstrat.replicas.update_policies import ShardedUpdate
+from torchstrat.strategies.placement import check_collectives, place_replicas
 from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 _GRADIENTS = ("everywhere", "owner")

@@ -10,8 +10,8 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.distributed.launcher import join_job
-from torchstrat.replicas.launch import LogicalLayout, check_collectives, place_replicas
 from torchstrat.replicas.update_policies import ReplicatedUpdate
+from torchstrat.strategies.placement import LogicalLayout, check_collectives, place_replicas
 from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 

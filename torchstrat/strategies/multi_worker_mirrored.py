@@ -13,8 +13,8 @@ from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.distributed.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from torchstrat.distributed.collectives.communication_options import CommunicationOptions, in_own_words
 from torchstrat.distributed.launcher import join_job
-from torchstrat.replicas.launch import LogicalLayout, check_collectives, place_replicas
 from torchstrat.replicas.update_policies import ReplicatedUpdate
+from torchstrat.strategies.placement import LogicalLayout, check_collectives, place_replicas
 from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.launcher import join_job
-from torchstrat.replicas.launch import check_collectives, place_replicas
 from torchstrat.replicas.update_policies import (
     LocalUpdate,
     PrimaryUpdate,
@@ -29,6 +28,7 @@ from torchstrat.replicas.update_policies import (
     ShardedUpdate,
     UpdatePolicy,
 )
+from torchstrat.strategies.placement import check_collectives, place_replicas
 from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 __all__ = [
