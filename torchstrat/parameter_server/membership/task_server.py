@@ -27,6 +27,7 @@ from torchstrat.parameter_server.membership.task_host import (
     EXIT_FAILED,
     TaskHost,
 )
+from torchstrat.parameter_server.phases import PLAN_VARIABLE, follow_plan
 from torchstrat.parameter_server.transport.auth import load_secret, new_secret
 
 _SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[Any, ...]]]] = {
@@ -60,7 +61,6 @@ def make_service(task: Task) -> Service:
 
 
 ORPHAN_TIMEOUT_VARIABLE = "TORCHSTRAT_ORPHAN_TIMEOUT"
-PLAN_VARIABLE = "TORCHSTRAT_FAULT_PLAN"
 DEFAULT_PROTOCOL = "grpc"
 """What TensorFlow's programs and `Server.target` call it. What travels is torch.distributed.rpc."""
 
@@ -238,8 +238,6 @@ class Server:
 
     def _make_host(self) -> TaskHost:
         if PLAN_VARIABLE in os.environ:  # a test makes processes of this task die at chosen places
-            from torchstrat.testing.fault_plan import follow_plan
-
             follow_plan(os.environ[PLAN_VARIABLE], self._task)
         if self._protocol != DEFAULT_PROTOCOL:
             raise InvalidArgumentError(
