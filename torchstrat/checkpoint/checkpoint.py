@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from torchstrat.checkpoint.pieces import OWN
+from torchstrat.checkpoint.remote import Servers, servers_of
 from torchstrat.core import context, waiting
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
+from torchstrat.core.variable.tensor_like import TensorInShards
 from torchstrat.core.variable.variable import Variable
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.items import Item, Reads
     from torchstrat.checkpoint.processes import Processes
     from torchstrat.checkpoint.selection import Selection, SkippedKeys
     from torchstrat.checkpoint.writing import SaveHandle, State
-    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 
 logger = logging.getLogger("torchstrat.checkpoint")
 
@@ -202,10 +202,8 @@ class Checkpoint:
         logger.debug("%s is restored from %s.", self, target)
         return skipped
 
-    def _servers(self) -> ServerCheckpoint | None:
-        from torchstrat.parameter_server.variables.server_checkpoint import server_checkpoint_of
-
-        return server_checkpoint_of(_tensors(self._objects.values()))
+    def _servers(self) -> Servers | None:
+        return servers_of(_tensors(self._objects.values()))
 
     def _require_outside(self, call: str) -> None:
         here = context.get_replica_context()
@@ -234,7 +232,7 @@ def _tensors(objects: Any) -> Iterator[Any]:
             yield from value.parameters()
             yield from value.buffers()
             for module in value.modules():
-                if isinstance(module, ShardedVariable):
+                if isinstance(module, TensorInShards):
                     yield from module.variables
         elif isinstance(value, torch.optim.Optimizer):
             for group in value.param_groups:
@@ -247,7 +245,7 @@ def _restore(
     target: Path,
     objects: dict[str, Any],
     items: list[Item],
-    servers: ServerCheckpoint | None,
+    servers: Servers | None,
     processes: Processes,
     selection: Selection,
 ) -> SkippedKeys:

@@ -34,14 +34,13 @@ from torchstrat.checkpoint.pieces import (
     structure_of,
     unflatten,
 )
+from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, RemoteVariable, Servers
 from torchstrat.checkpoint.selection import is_under
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.pieces import whole_value_of
+from torchstrat.core.variable.tensor_like import TensorInShards
 from torchstrat.core.variable.variable import Variable
-from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.sharded_indexing import handle_of
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
@@ -118,36 +117,6 @@ Want = tuple[Piece, int | None]
 """What to read: a piece and its number of rows; None for the whole tensor, or for another value than a tensor."""
 
 
-@dataclass(frozen=True)
-class RemoteSlot:
-    """A variable on the servers, and what piece of a checkpoint's tensor it is."""
-
-    spec: VariableSpec
-    piece: Piece
-
-
-@dataclass(frozen=True)
-class RemoteState:
-    """An optimizer's state of a variable on the servers. The entries of the state lie under ``piece.path``."""
-
-    optimizer: int
-    spec: VariableSpec
-    piece: Piece
-
-
-class Servers(Protocol):
-    """What items ask of the parameter servers that their objects may live on. None of it asks a server."""
-
-    def spec_of(self, value: Any) -> VariableSpec | None:
-        """Of a tensor or a `Variable`; None for one that lives in this process."""
-
-    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Of an optimizer that the servers step; None for another."""
-
-    def push_options(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the servers its parameter groups. This does ask one, where steps there set them too."""
-
-
 @dataclass
 class Writes:
     """What an item has in this process to be written."""
@@ -215,7 +184,7 @@ class _Part:
 
     @property
     def rows(self) -> int | None:
-        shape = handle_of(self.holder).shape if self.key is None else self.holder.shape
+        shape = self.holder.shape
         return int(shape[0]) if len(shape) else None
 
 
@@ -230,7 +199,7 @@ class TensorsItem:
         self._values: dict[KeyPath, Any] = {}
         self._versions: Versions | None = None
         self.parts: list[_Part] = []
-        if isinstance(value, ShardedVariable):
+        if isinstance(value, TensorInShards):
             self._add_shards((name,), value)
         elif isinstance(value, nn.Module):
             self._add_module(value)
@@ -239,10 +208,10 @@ class TensorsItem:
 
     @property
     def is_module(self) -> bool:
-        return isinstance(self._value, nn.Module) and not isinstance(self._value, ShardedVariable)
+        return isinstance(self._value, nn.Module) and not isinstance(self._value, TensorInShards)
 
     def _add_module(self, module: nn.Module) -> None:
-        sharded = {path: one for path, one in module.named_modules() if isinstance(one, ShardedVariable)}
+        sharded = {path: one for path, one in module.named_modules() if isinstance(one, TensorInShards)}
         for path, one in sharded.items():
             self._add_shards((self.name, path), one)
         shards = tuple(f"{path}.part_" for path in sharded)
@@ -262,11 +231,11 @@ class TensorsItem:
             else:
                 self._values[self.name, key] = value
 
-    def _add_shards(self, path: KeyPath, sharded: ShardedVariable) -> None:
+    def _add_shards(self, path: KeyPath, sharded: TensorInShards) -> None:
         for shard, (start, _) in zip(sharded.variables, sharded.row_spans, strict=True):
             self.parts.append(_Part(Piece(path, tuple(sharded.shape), start), shard))
 
-    def _spec(self, part: _Part) -> VariableSpec | None:
+    def _spec(self, part: _Part) -> RemoteVariable | None:
         return None if self._servers is None else self._servers.spec_of(part.holder)
 
     def remote_slots(self) -> list[RemoteSlot]:
@@ -394,7 +363,7 @@ def _dtype(holder: Any) -> torch.dtype:
 def _read(part: _Part) -> torch.Tensor:
     if isinstance(part.holder, Variable):
         return part.holder.read_value()
-    tensor: torch.Tensor = part.holder if isinstance(part.holder, torch.Tensor) else handle_of(part.holder).read()
+    tensor: torch.Tensor = part.holder if isinstance(part.holder, torch.Tensor) else part.holder.read()
     elsewhere = whole_value_of(tensor)
     if elsewhere is not None:
         return elsewhere.get()
@@ -417,7 +386,7 @@ def _write(part: _Part, value: torch.Tensor) -> None:
             else:
                 elsewhere.put(value)
         else:
-            handle_of(part.holder).edit("assign", value)
+            part.holder.edit("assign", value)
 
 
 class StatefulItem:

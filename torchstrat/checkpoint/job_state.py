@@ -34,9 +34,9 @@ from torchstrat.replicas.roster import Rosters
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Stored
+    from torchstrat.checkpoint.remote import Servers
     from torchstrat.checkpoint.selection import Comparison, Selection
     from torchstrat.distributed.collectives.communicator import Communicator
-    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
     from torchstrat.strategies.strategy import Strategy
 
 NAME = OWN
@@ -51,7 +51,7 @@ class JobState:
     parameter_servers: Mapping[str, int]
 
 
-def take(objects: Mapping[str, Any], servers: ServerCheckpoint | None) -> JobState:
+def take(objects: Mapping[str, Any], servers: Servers | None) -> JobState:
     """As it is now, between runs; asks no other process. With servers while no function runs."""
     streams = [strategy._engine.replica_states.state_dict() for strategy in strategies_of(objects)]
     return JobState(_process_state(), streams, {} if servers is None else servers.counters())
@@ -77,7 +77,7 @@ def writes_of(states: Sequence[JobState]) -> Writes:
 def reads(
     stored: Stored,
     objects: Mapping[str, Any],
-    servers: ServerCheckpoint | None,
+    servers: Servers | None,
     rank: int,
     selection: Selection,
     comparison: Comparison,

@@ -20,7 +20,6 @@ from torchstrat.checkpoint.numbered import NumberedCheckpoints, clear_finished, 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import misfit
-from torchstrat.parameter_server.server_loss import OnServerLoss, RaiseLoss, not_saved
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.checkpoint import Checkpoint
@@ -167,7 +166,10 @@ class CheckpointManager:
         self._pending = PendingSaves()
         self._left_behind: set[int] = set()  # steps later than the restored one: no part of this training any more
         self._closed = False
-        self._on_server_loss: OnServerLoss = RaiseLoss()  # set by ClusterCoordinator.restore_on_server_loss
+        # `OnServerLoss.attempt`, set by ClusterCoordinator.restore_on_server_loss
+        self._attempt: Callable[[Callable[[], SaveHandle], Callable[[], SaveHandle]], SaveHandle] = lambda save, _: (
+            save()
+        )
 
     # -- what is there ----------------------------------------------------------------------------------------------
 
@@ -217,9 +219,9 @@ class CheckpointManager:
             checkpoint, step = None, checkpoint
         what, number = self._meant(checkpoint, "save"), _require_step(step)
         path = self._numbered.path(number)
-        return self._on_server_loss.attempt(
-            lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path)
-        )
+        from torchstrat.checkpoint.writing import not_saved
+
+        return self._attempt(lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path))
 
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
         from torchstrat.checkpoint.processes import all_processes

@@ -8,14 +8,15 @@ optimizer steps parameters of several, and its number where no module has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
+from torchstrat.checkpoint.items import Reads, TensorsItem, Want, Writes
 from torchstrat.checkpoint.pieces import KeyPath, Piece, goes_by_rows, is_block, key_of
+from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, Servers
 from torchstrat.core import _torch_private
 from torchstrat.core.optimizers import is_listed, kind_of
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 OTHER_STATE = "other_state"
 """Of an optimizer, what its ``state`` has under other keys than parameters."""
+
+untouched_rows: Callable[[Optimizer, int, torch.Tensor], dict[str, Any]] | None = None
+"""The state of rows that an optimizer has in a group and has never stepped. The room that steps rows puts it here."""
 
 
 class OptimizerItem:
@@ -99,13 +103,10 @@ class OptimizerItem:
 
     def _untouched_state(self, shard: torch.Tensor) -> dict[str, Any]:
         """Of a shard of a `ShardedVariable` that no step has changed yet, while others have been stepped."""
-        from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, learn_state
-
         groups = self._optimizer.param_groups
         number = next(n for n, group in enumerate(groups) if any(shard is one for one in group["params"]))
-        optimizer = ShardOptimizer.of(self._optimizer)
-        learned = learn_state(optimizer, optimizer.options[number], number, shard.detach().cpu())
-        return {name: entry.allocate(shard.detach().cpu()) for name, entry in learned.items()}
+        assert untouched_rows is not None
+        return untouched_rows(self._optimizer, number, shard.detach().cpu())
 
     def parameter_names(self) -> list[list[str]]:
         """By group, as ``params`` has them in a checkpoint."""

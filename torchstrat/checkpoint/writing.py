@@ -22,25 +22,23 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchstrat.checkpoint import job_state
 from torchstrat.checkpoint.files import WrittenPart, write_metadata, write_part
 from torchstrat.checkpoint.folder import written_whole
-from torchstrat.checkpoint.items import RemoteSlot, RemoteState, Writes, make_items
+from torchstrat.checkpoint.items import Writes, make_items
 from torchstrat.checkpoint.job_state import JobState
 from torchstrat.checkpoint.manifest import write_manifest
 from torchstrat.checkpoint.pieces import KeyPath, key_of
 from torchstrat.checkpoint.processes import Processes
+from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, ServerCut, Servers, ServersWritten
 from torchstrat.checkpoint.stored import INDEX
-from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError
+from torchstrat.core.errors import CancelledByServerLossError, CommunicationTimeoutError, InvalidArgumentError
 from torchstrat.core.memory import check_fits
 from torchstrat.core.tracebacks import short_tracebacks
-
-if TYPE_CHECKING:
-    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServerCut, ServersWritten
 
 logger = logging.getLogger("torchstrat.checkpoint")
 
@@ -102,6 +100,15 @@ class SaveHandle:
         if not self.done():
             return f"<SaveHandle of {self.path}: being written>"
         return f"<SaveHandle of {self.path}: {'written' if self._outcome.exception() is None else 'failed'}>"
+
+
+def not_saved(path: Path) -> SaveHandle:
+    """The handle of a save that a loss has ended."""
+    problem = f"{path} was not saved: a parameter server was lost, and all servers went back to an earlier checkpoint."
+    logger.warning(problem)
+    handle = SaveHandle(path)
+    handle._end(CancelledByServerLossError(problem))
+    return handle
 
 
 _NOT_STARTED = 0
@@ -310,7 +317,7 @@ class State:
             self.servers.end()
 
 
-def take(objects: Mapping[str, Any], servers: ServerCheckpoint | None, *, copies: bool) -> State:
+def take(objects: Mapping[str, Any], servers: Servers | None, *, copies: bool) -> State:
     """The state of ``objects``, on servers as well, at one moment: no function is half-way, and none begins meanwhile.
 
     Args:

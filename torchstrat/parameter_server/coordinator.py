@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from numpy.typing import NDArray
 
+from torchstrat.checkpoint.remote import connected
 from torchstrat.core import nest
 from torchstrat.core.errors import (
     CancelledByServerLossError,
@@ -52,6 +53,7 @@ from torchstrat.parameter_server.server_loss import (
     require_complete,
     require_kinds,
 )
+from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 from torchstrat.parameter_server.waiting import held_back
 from torchstrat.parameter_server.worker.executor import current_worker_index
 from torchstrat.parameter_server.worker_sessions import release
@@ -118,6 +120,8 @@ class ClusterCoordinator:
         job.on_worker_lost = self._dispatcher.worker_lost
         job.on_worker_leaves = self._dispatcher.worker_leaves
         job.start_workers(self._dispatcher.worker_joined)
+        self._servers = ServerCheckpoint(job, self._dispatcher)
+        connected.add(self._servers)
         _collect_garbage_once()
         return self
 
@@ -345,8 +349,8 @@ class ClusterCoordinator:
                 f"max_restores={max_restores} within={within}: at least 1 restore in more than 0 seconds is needed; "
                 'on_server_loss="raise" restores nothing.'
             )
-        require_complete(checkpoint, self.strategy)
-        self._on_server_loss = manager._on_server_loss = RestoreNewest(
+        require_complete(checkpoint, self._job, self._servers)
+        self._on_server_loss = on_loss = RestoreNewest(
             self._dispatcher,
             manager,
             checkpoint,
@@ -355,6 +359,7 @@ class ClusterCoordinator:
             within_seconds=seconds,
             timeout_seconds=self._job.timeout_seconds,
         )
+        manager._attempt = on_loss.attempt
 
     # -- per-worker values ------------------------------------------------------------------------------------------
 
@@ -467,7 +472,7 @@ class ClusterCoordinator:
 
     def _pack_builder(self, fn: Callable[[], Any], what: str) -> Any:
         self.strategy._capture(fn, ())
-        self.strategy._asking_servers(self._job.commit)
+        self._job.asking(self._job.commit)
         return pack(fn, self._job.catalog, what=what)
 
     def get_current_worker_index(self) -> int:
@@ -506,6 +511,7 @@ class ClusterCoordinator:
         self._job.membership.remove_task(Task(WORKER, index))
 
     def _close(self) -> None:
+        connected.discard(self._servers)
         self._dispatcher.close()
         held_back.put_back()
 

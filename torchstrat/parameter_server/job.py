@@ -8,13 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.checkpoint.pieces import is_block
+from torchstrat.checkpoint.remote import RemoteVariable
 from torchstrat.core import waiting
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import (
@@ -71,6 +72,8 @@ functions that push nothing, and the length of its queue, with room to spare."""
 _SIGN_OF_LIFE_SECONDS = 5.0  # within which a server that a worker cannot reach has to answer the coordinator
 _MOST_CUT_OFF = 3
 
+_Answer = TypeVar("_Answer")
+
 
 class Job:
     """One strategy's variables on one cluster's servers. Methods are for the coordinator's own thread, but for the
@@ -107,7 +110,8 @@ class Job:
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
         # `OnServerLoss.attempt`
         self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
-        self._registry = registry
+        self.is_open = True
+        self.registry = registry
         self._structure = ModuleStructure()
         self._rows_only, self._warns_of_rows = rows_only is not False, rows_only is None
         self.seed = torch.initial_seed()
@@ -132,6 +136,16 @@ class Job:
         self._steps = CoordinatorSteps(self)
 
     # -- the cluster ------------------------------------------------------------------------------------------------
+
+    def asking(self, call: Callable[[], _Answer]) -> _Answer:
+        """``call()``, once more where servers had to be restored before or in it; it has to be one that may be
+        repeated."""
+        answer: _Answer = self.attempt(call, lambda: self.asking(call))
+        return answer
+
+    def telling(self, call: Callable[[], None]) -> None:
+        """``call()``, which changes what servers hold; nothing where they had to be restored before or in it."""
+        self.attempt(call, lambda: None)
 
     def seed_of(self, function: int) -> int:
         """Of the random state that a function runs with, wherever and however often it runs."""
@@ -296,9 +310,10 @@ class Job:
         then()
 
     def close(self, *, finished: bool, brings: bool = False) -> None:
+        self.is_open = False
         self.cache.close(brings=brings)
         self._steps.close()
-        for optimizer in self._registry.optimizers():
+        for optimizer in self.registry.optimizers():
             CoordinatorState.detach(optimizer)
         self.membership.close(finished=finished)
 
@@ -316,7 +331,7 @@ class Job:
 
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
-        self._structure.check(self._registry.modules())
+        self._structure.check(self.registry.modules())
         self._tell_default_dtype()
         self._commit_new()
         self.variables.follow_replaced()
@@ -325,7 +340,7 @@ class Job:
 
     def _commit_new(self) -> None:
         """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
-        counts = self._registry.counts
+        counts = self.registry.counts
         self._forget_dead()
         try:
             self.variables.place_new()
@@ -337,7 +352,7 @@ class Job:
         except CommunicationError:  # says nothing about them
             raise
         except Exception:
-            self._registry.give_up(self._committed)
+            self.registry.give_up(self._committed)
             self.variables.give_up_new()
             raise
         self._committed = counts
@@ -405,7 +420,7 @@ class Job:
 
     def _add_optimizers(self, *, with_state: bool) -> None:
         self.catalog.begin()
-        for optimizer in self._registry.optimizers():
+        for optimizer in self.registry.optimizers():
             number = self._number_of(optimizer)
             groups = tuple(tuple(self.variables.numbers_of(group["params"])) for group in optimizer.param_groups)
             if (known := self._optimizers.get(number)) == groups:
@@ -439,7 +454,7 @@ class Job:
                 {**as_they_are(group), "params": tuple(self.variables.numbers_of(group["params"]))}
                 for group in optimizer.param_groups
             )
-            for optimizer in self._registry.optimizers()
+            for optimizer in self.registry.optimizers()
         }
 
     # -- giving servers that were started again what they had ---------------------------------------------------------
@@ -494,7 +509,7 @@ class Job:
     def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
-        modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
+        modules = [(self.catalog.token_of(module), module) for module in self.registry.modules()]
         modes: dict[Any, Any] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
         modes |= {token: module.training for token, module in modules}
         optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]
@@ -506,7 +521,7 @@ class Job:
 
     def read(self) -> Reading:
         """All that `commit`, `options` and `modes` are made of, as it is now."""
-        return Reading(self._registry, self.variables, self._attributes, self._structure)
+        return Reading(self.registry, self.variables, self._attributes, self._structure)
 
     def known(self, reading: Reading) -> tuple[Options, Modes] | None:
         """`options` and `modes`, where nothing has changed since they were worked out for an equal reading; None where
@@ -531,7 +546,7 @@ class Job:
         if modules is None:
             self.pull_options(self.optimizers())
 
-    def pull_variables(self, specs: Iterable[VariableSpec]) -> None:
+    def pull_variables(self, specs: Iterable[RemoteVariable]) -> None:
         """The same for single variables. What the coordinator holds no copy of is left out."""
         self.cache.pull(specs)
 
@@ -564,7 +579,7 @@ class Job:
 
     def _push_states(self) -> None:
         """Send what the program has changed in ``optimizer.state`` in place, or put in its place."""
-        for optimizer in self._registry.optimizers():
+        for optimizer in self.registry.optimizers():
             if CoordinatorState.keeps(optimizer):
                 CoordinatorState.of(optimizer).push_changed()
             elif self.cache.is_on and self.optimizer_number(optimizer) in self._optimizers:
@@ -587,7 +602,7 @@ class Job:
             self.servers.ask("ps.load_optimizer_options", {server: own})
 
     def optimizers(self) -> list[Optimizer]:
-        return self._registry.optimizers()
+        return self.registry.optimizers()
 
     def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
         """Those of an optimizer that the servers step; of another one none."""

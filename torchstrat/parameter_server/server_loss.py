@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchstrat.core.errors import (
-    CancelledByServerLossError,
     ContextError,
     InvalidArgumentError,
     ParameterServerUnavailable,
@@ -27,16 +26,13 @@ from torchstrat.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
-    from torchstrat.checkpoint.writing import SaveHandle
+    from torchstrat.checkpoint.remote import Servers
     from torchstrat.parameter_server.dispatcher import Dispatcher
+    from torchstrat.parameter_server.job import Job
     from torchstrat.parameter_server.messages import EditOp, VariableSpec
-    from torchstrat.parameter_server.variables.remote_access import VariableAccess
-    from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
@@ -234,28 +230,17 @@ class CoordinatorAccess:
     """How the coordinator's `ts.Variable` reach the servers, through losses of them: what is read is read again after a
     restore, what is changed goes with the rest. See `VariableAccess`."""
 
-    def __init__(self, strategy: ParameterServerStrategy, access: VariableAccess) -> None:
-        self._strategy, self._access = strategy, access
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        return self._strategy._asking_servers(lambda: self._access.read(specs))
+        return self._job.asking(lambda: self._job.access.read(specs))
 
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        return self._strategy._asking_servers(lambda: self._access.read_rows(spec, ids))
+        return self._job.asking(lambda: self._job.access.read_rows(spec, ids))
 
     def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        self._strategy._telling_servers(lambda: self._access.edit(spec, op, value, rows))
-
-
-def not_saved(path: Path) -> SaveHandle:
-    """The handle of a save that a loss has ended."""
-    from torchstrat.checkpoint.writing import SaveHandle
-
-    problem = f"{path} was not saved: a parameter server was lost, and all servers went back to an earlier checkpoint."
-    logger.warning(problem)
-    handle = SaveHandle(path)
-    handle._end(CancelledByServerLossError(problem))
-    return handle
+        self._job.telling(lambda: self._job.access.edit(spec, op, value, rows))
 
 
 def require_kinds(manager: object, checkpoint: object) -> None:
@@ -269,23 +254,21 @@ def require_kinds(manager: object, checkpoint: object) -> None:
         )
 
 
-def require_complete(checkpoint: Checkpoint, strategy: ParameterServerStrategy) -> None:
+def require_complete(checkpoint: Checkpoint, job: Job, servers: Servers) -> None:
     """That all that is trained on the servers is in ``checkpoint``: the rest would be of another moment afterwards.
 
     Raises `InvalidArgumentError` naming what is not.
     """
     from torchstrat.checkpoint.items import make_items
-    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 
-    job = strategy._job
     job.commit()
-    items = make_items(checkpoint._objects, ServerCheckpoint(strategy))
+    items = make_items(checkpoint._objects, servers)
     held = {slot.spec.number for item in items for slot in item.remote_slots()}
     stepped = {state.optimizer for item in items for state in item.remote_states()}
     missing = [spec.name for spec in job.trained() if spec.number not in held]
     missing += [
         f"the state of {type(optimizer).__name__}"
-        for optimizer in strategy._engine.registry.optimizers()
+        for optimizer in job.optimizers()
         if job.optimizer_number(optimizer) not in {None, *stepped}
     ]
     if missing:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.remote_access import ServerGroup
 
 logger = logging.getLogger("torchstrat.parameter_server")
-
-_Answer = TypeVar("_Answer")
 
 
 @final
@@ -318,9 +316,9 @@ class ParameterServerStrategy(Strategy):
             return
         self._hooked_counts = registry.counts
         for module in registry.modules():
-            hook_module(self, module)
+            hook_module(self._job, module)
         for optimizer in registry.optimizers():
-            hook_optimizer(self, optimizer)
+            hook_optimizer(self._job, optimizer)
 
     def _pull(self, modules: list[nn.Module] | None) -> None:
         def pull() -> None:
@@ -328,26 +326,12 @@ class ParameterServerStrategy(Strategy):
             self._job.pull(modules)
 
         if not self._is_worker:
-            self._asking_servers(pull)
-
-    def _asking_servers(self, call: Callable[[], _Answer]) -> _Answer:
-        """``call()``, once more where servers had to be restored before or in it; it has to be one that may be
-        repeated."""
-        if self._coordinator is None:
-            return call()
-        return self._coordinator._on_server_loss.attempt(call, lambda: self._asking_servers(call))
-
-    def _telling_servers(self, call: Callable[[], None]) -> None:
-        """``call()``, which changes what servers hold; nothing where they had to be restored before or in it."""
-        if self._coordinator is None:
-            call()
-        else:
-            self._coordinator._on_server_loss.attempt(call, lambda: None)
+            self._job.asking(pull)
 
     def _grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> None:
         from torchstrat.parameter_server.variables.coordinator_state import grow
 
-        self._asking_servers(lambda: grow(self._job, self._engine.registry, weight, rows, init))
+        self._job.asking(lambda: grow(self._job, self._engine.registry, weight, rows, init))
 
     # -- variables --------------------------------------------------------------------------------------------------
 
@@ -361,7 +345,7 @@ class ParameterServerStrategy(Strategy):
             name, initial.shape, initial.dtype, "variable", with_variable=beside, may_split=False
         )
         job.add_variable(spec, initial)
-        access = CoordinatorAccess(self, job.access)
+        access = CoordinatorAccess(job)
         return RemoteStorage(spec, lambda: access)
 
     def _variable_made(self, variable: Variable) -> None:

@@ -190,3 +190,57 @@ class TensorLike(TensorOperators, abc.ABC):
     __ixor__ = _refused("__ixor__")
     __ilshift__ = _refused("__ilshift__")
     __irshift__ = _refused("__irshift__")
+
+
+class TensorInShards(TensorOperators):
+    """A tensor whose rows are those of several variables.
+
+    Operators, torch functions and ``torch.as_tensor`` convert it; each result is a tensor of its own.
+
+    There are no in-place operators, so that ``v += x`` makes ``v`` another name for the sum.
+    """
+
+    # NumPy would otherwise spread an operator over the elements of an array on its left.
+    __array_ufunc__ = None
+
+    @property
+    def variables(self) -> list[Any]:
+        """The shards, in the order of their rows. One that is no tensor and no `Variable` has ``read`` and ``edit``."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole variable."""
+        raise NotImplementedError
+
+    @property
+    def row_spans(self) -> tuple[tuple[int, int], ...]:
+        """The rows ``(start, stop)`` of each shard, in order."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if (args and isinstance(args[0], TensorInShards) and _edits(name)) or isinstance(
+            kwargs.get("out"), TensorInShards
+        ):
+            raise UnsupportedError(
+                f"{name} would edit a copy of the {cls.__name__}; use its assign, assign_add, assign_sub or scatter_* "
+                "methods, or edit each of its .variables."
+            )
+        if func is torch.autograd.grad and any(map(_is_whole, nest.leaves([args[1:2], kwargs.get("inputs")]))):
+            raise UnsupportedError(
+                f"a {cls.__name__} is not differentiated as a whole; pass its .variables to torch.autograd.grad."
+            )
+        return func(*nest.map_structure(open_tensor, list(args)), **nest.map_structure(open_tensor, kwargs))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Called by ``torch.as_tensor``, which then has the values outside of the autograd graph."""
+        return self._lend().detach().__dlpack__(**options)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, TensorInShards)

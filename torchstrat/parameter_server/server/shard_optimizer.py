@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.checkpoint import optimizer_item
 from torchstrat.core._torch_private import optimizers_without_compiler, step_without_compiler
 from torchstrat.core.errors import InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.core.optimizers import Gradients, Kind, Tier, is_listed, kind_of, stand_in_of, step_in_blocks
@@ -405,6 +406,15 @@ def learn_state(optimizer: ShardOptimizer, options: Options, group: int, like: t
             fill = _the_one_value(value if torch.equal(value, other[name]) else quiet, optimizer, name)
         learned[name] = RowState(tuple(value.shape[1:]), value.dtype, fill)
     return learned
+
+
+def _untouched_rows(optimizer: Optimizer, group: int, rows: torch.Tensor) -> dict[str, Any]:
+    shard_optimizer = ShardOptimizer.of(optimizer)
+    learned = learn_state(shard_optimizer, shard_optimizer.options[group], group, rows)
+    return {name: entry.allocate(rows) for name, entry in learned.items()}
+
+
+optimizer_item.untouched_rows = _untouched_rows
 
 
 def _the_one_value(tensor: torch.Tensor, optimizer: ShardOptimizer, name: str) -> float | complex:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.checkpoint.remote import RemoteVariable
 from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
 from torchstrat.core.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
@@ -151,7 +152,7 @@ class CoordinatorCache:
             or (alias.unread == copy.readings and copy.read_at == self.now())
         )
 
-    def pull(self, specs: Iterable[VariableSpec]) -> None:
+    def pull(self, specs: Iterable[RemoteVariable]) -> None:
         """Bring the values of these variables, whether their copies are current or not."""
         copies = (self._copies.get(spec.number) for spec in specs)
         self._read([copy for copy in copies if copy is not None and copy.tensor() is not None and not copy.is_meta])

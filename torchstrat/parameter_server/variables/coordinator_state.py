@@ -138,8 +138,7 @@ class CoordinatorState:
         return self._read_at == self._job.cache.now()
 
     def read(self) -> dict[torch.Tensor, StateOfShard]:
-        found: dict[torch.Tensor, StateOfShard] = self._job.attempt(self._read_now, self.read)
-        return found
+        return self._job.asking(self._read_now)
 
     def _read_now(self) -> dict[torch.Tensor, StateOfShard]:
         self.push_changed()

@@ -24,8 +24,8 @@ from torchstrat.parameter_server.serialization.path_errors import StaysHere
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
 
 if TYPE_CHECKING:
+    from torchstrat.parameter_server.job import Job
     from torchstrat.parameter_server.serialization.object_table import World
-    from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 _OPERATIONS: dict[Edit, EditOp] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 
@@ -135,57 +135,60 @@ def _rows_of(spec: VariableSpec, sparse: torch.Tensor) -> tuple[torch.Tensor, to
 _hooked = WeakOrdered()
 
 
-def hook_module(strategy: ParameterServerStrategy, module: nn.Module) -> None:
+def hook_module(job: Job, module: nn.Module) -> None:
     """Pull before ``module.state_dict()``. Once per module."""
     if _hooked.add(module):
-        module.register_state_dict_pre_hook(_PullModule(strategy))
+        module.register_state_dict_pre_hook(_PullModule(job))
 
 
-def hook_optimizer(strategy: ParameterServerStrategy, optimizer: Optimizer) -> None:
+def hook_optimizer(job: Job, optimizer: Optimizer) -> None:
     """Pull the state before ``optimizer.state_dict()``, push it after ``optimizer.load_state_dict()``."""
     if _hooked.add(optimizer):
         # Wrappers around another optimizer often leave `Optimizer.__init__` out, and with it the places for hooks.
         vars(optimizer).setdefault("defaults", {})
         Optimizer.__setstate__(optimizer, {})
-        optimizer.register_state_dict_pre_hook(_PullOptimizer(strategy))
-        optimizer.register_load_state_dict_post_hook(_PushOptimizer(strategy))
+        optimizer.register_state_dict_pre_hook(_PullOptimizer(job))
+        optimizer.register_load_state_dict_post_hook(_PushOptimizer(job))
 
 
 class _Hook(StaysHere):
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = weakref.ref(strategy)
+    def __init__(self, job: Job) -> None:
+        self._job = weakref.ref(job)
 
-    def _open_strategy(self) -> ParameterServerStrategy | None:
+    def _open_job(self) -> Job | None:
         """None after the strategy was closed or dropped: then the module is an ordinary one, with its last values."""
-        strategy = self._strategy()
-        return strategy if strategy is not None and strategy._connected is not None else None
+        job = self._job()
+        return job if job is not None and job.is_open else None
 
 
 class _PullModule(_Hook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        strategy = self._open_strategy()
-        if strategy is not None and prefix == "":  # the outermost call pulls for all modules below it
-            strategy._pull([module])
+        job = self._open_job()
+        if job is not None and prefix == "":  # the outermost call pulls for all modules below it
+
+            def pull() -> None:
+                job.commit()
+                job.pull([module])
+
+            job.asking(pull)
 
 
 class _PullOptimizer(_Hook):
     def __call__(self, optimizer: Optimizer) -> None:
-        strategy = self._open_strategy()
-        if strategy is not None and strategy._job.catalog.token_of(optimizer) is not None:  # else it was released
-            job = strategy._job
+        job = self._open_job()
+        if job is not None and job.catalog.token_of(optimizer) is not None:  # else it was released
 
             def pull() -> None:
                 job.commit()
                 job.pull_optimizer(optimizer)
 
-            strategy._asking_servers(pull)
+            job.asking(pull)
 
 
 class _PushOptimizer(_Hook):
     def __call__(self, optimizer: Optimizer) -> None:
-        strategy = self._open_strategy()
-        if strategy is not None and strategy._job.catalog.token_of(optimizer) is not None:
-            job = strategy._job
+        job = self._open_job()
+        if job is not None and job.catalog.token_of(optimizer) is not None:
 
             def push() -> None:
                 job.commit()
@@ -193,4 +196,4 @@ class _PushOptimizer(_Hook):
                     job.push_optimizer(optimizer)
                 job.push_options(optimizer)
 
-            strategy._telling_servers(push)
+            job.telling(push)

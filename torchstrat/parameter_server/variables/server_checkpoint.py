@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import uuid
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.checkpoint.items import RemoteSlot, RemoteState
 from torchstrat.checkpoint.optimizer_item import want_of_entry
 from torchstrat.checkpoint.pieces import KeyPath, Piece
+from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, RemoteVariable, ServersWritten
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import (
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored, WrittenPart
     from torchstrat.parameter_server.dispatcher import Dispatcher
     from torchstrat.parameter_server.job import Job
-    from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 
 _WRITE_SECONDS = 3600.0
@@ -61,9 +59,8 @@ _WRITE_SECONDS = 3600.0
 class ServerCheckpoint:
     """The servers of one open strategy, as a checkpoint sees them."""
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = weakref.proxy(strategy)
-        self._job: Job = strategy._job
+    def __init__(self, job: Job, dispatcher: Dispatcher) -> None:
+        self._job, self._dispatcher = job, dispatcher
 
     # -- what is where ----------------------------------------------------------------------------------------------
 
@@ -85,13 +82,13 @@ class ServerCheckpoint:
 
     def counters(self) -> dict[str, int]:
         """What the random numbers of the next function follow from. While no function runs."""
-        ended = self._strategy._coordinator._dispatcher.ended_functions
+        ended = self._dispatcher.ended_functions
         return {"seed": self._job.seed, "functions": ended + self._job.functions_elsewhere}
 
     def load_counters(self, state: Mapping[str, int]) -> None:
         """Let the next function draw what that of the training would have drawn, whatever its number is here."""
         self._job.seed = state["seed"]
-        self._job.functions_elsewhere = state["functions"] - self._strategy._coordinator._dispatcher.next_function
+        self._job.functions_elsewhere = state["functions"] - self._dispatcher.next_function
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -104,16 +101,15 @@ class ServerCheckpoint:
         """A block in which no function is half-way on the servers, and none begins; the program's optimizers have what
         steps have set in their groups. Raises `CommunicationTimeoutError` naming functions that do not end, and
         `ParameterServerUnavailable`."""
-        dispatcher: Dispatcher = self._strategy._coordinator._dispatcher
-        with dispatcher.paused(self._job.timeout_seconds, "saving a checkpoint"):
+        with self._dispatcher.paused(self._job.timeout_seconds, "saving a checkpoint"):
             self._job.pull_options(self._job.optimizers())
             yield
 
-    def begin(self) -> ServerCut:
+    def begin(self) -> JobCut:
         """Let all servers mark what they hold at this moment. Raises `ParameterServerUnavailable`."""
         token = uuid.uuid4().hex
         try:
-            return ServerCut(self._job, token, self._job.servers.ask_all("ps.begin_checkpoint", token))
+            return JobCut(self._job, token, self._job.servers.ask_all("ps.begin_checkpoint", token))
         except BaseException:
             _end(self._job, token)
             raise
@@ -129,10 +125,9 @@ class ServerCheckpoint:
         stored: Stored,
         slots: Sequence[RemoteSlot],
         states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
-    ) -> Restoring:
+    ) -> ServersRestoring:
         """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
-        dispatcher = self._strategy._coordinator._dispatcher
-        dispatcher.wait(self._job.timeout_seconds)
+        self._dispatcher.wait(self._job.timeout_seconds)
         slots = list({slot.spec.number: slot for slot in slots}.values())  # one of a variable's names is enough
         started_again = self._job.readmit_servers()
         covered = {slot.spec.number for slot in slots}
@@ -146,7 +141,7 @@ class ServerCheckpoint:
         except BaseException:
             _end(self._job, token)
             raise
-        return Restoring(self._job, dispatcher, token, [slot.spec for slot in slots])
+        return ServersRestoring(self._job, self._dispatcher, token, [slot.spec for slot in slots])
 
     def _read_orders(
         self,
@@ -176,7 +171,7 @@ class ServerCheckpoint:
         }
 
 
-class ServerCut:
+class JobCut:
     """All servers have marked what they held at one moment, and wait to be told what to write of it. Until `end` they
     save what changes."""
 
@@ -250,21 +245,10 @@ def _by_server(
     return orders
 
 
-@dataclass(frozen=True)
-class ServersWritten:
-    """``whole_…``: small entries of optimizer state that the coordinator is to write, once for all shards of a
-    variable. ``applied``: each server's records of applied pushes."""
-
-    parts: list[WrittenPart]
-    whole_tensors: list[tuple[Piece, torch.Tensor]]
-    whole_values: list[tuple[KeyPath, Any]]
-    applied: Mapping[str, Any]
-
-
-class Restoring:
+class ServersRestoring:
     """All servers have read and hold it ready."""
 
-    def __init__(self, job: Job, dispatcher: Any, token: str, specs: Sequence[VariableSpec]) -> None:
+    def __init__(self, job: Job, dispatcher: Dispatcher, token: str, specs: Sequence[RemoteVariable]) -> None:
         self._job = job
         self._dispatcher = dispatcher
         self._token = token
@@ -272,31 +256,11 @@ class Restoring:
 
     def adopt(self) -> None:
         """All servers take over; the coordinator's copies follow; functions may run again."""
-        self._job.servers.ask_all("ps.adopt_checkpoint", AdoptOrder(self._token, self._dispatcher._next_function))
+        self._job.servers.ask_all("ps.adopt_checkpoint", AdoptOrder(self._token, self._dispatcher.next_function))
         self._job.pull_variables(self._specs)
         for optimizer in self._job.optimizers():
             CoordinatorState.expire(optimizer)
         self._dispatcher.servers_restored()
-
-
-def server_checkpoint_of(tensors: Iterable[Any]) -> ServerCheckpoint | None:
-    """Of the open strategy on whose servers any of these live; None where all are in this process.
-
-    Raises `InvalidArgumentError` where they live on servers of several.
-    """
-    from torchstrat.strategies.parameter_server import _open
-
-    tensors = list(tensors)
-    found = [
-        servers
-        for servers in (ServerCheckpoint(strategy) for strategy in list(_open) if strategy._connected is not None)
-        if any(servers.spec_of(tensor) is not None for tensor in tensors)
-    ]
-    if len(found) > 1:
-        raise InvalidArgumentError(
-            "the objects of one checkpoint live on the servers of several strategies; make a ts.Checkpoint for each."
-        )
-    return found[0] if found else None
 
 
 def _require_visible(folder: Path, part: WrittenPart, job: Job) -> None:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.variable.storage import initial_tensor, parse_shape, to_tensor
-from torchstrat.core.variable.tensor_like import TensorOperators, open_tensor
+from torchstrat.core.variable.tensor_like import TensorInShards
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import EditOp
 from torchstrat.parameter_server.partitioners import row_offsets, shards_of
@@ -33,47 +32,6 @@ from torchstrat.parameter_server.variables.sharded_indexing import (
     split_range,
 )
 
-
-class WholeTensor(TensorOperators):
-    """Operators, torch functions and ``torch.as_tensor`` convert it; each result is a tensor of its own.
-
-    There are no in-place operators, so that ``v += x`` makes ``v`` another name for the sum.
-    """
-
-    # NumPy would otherwise spread an operator over the elements of an array on its left.
-    __array_ufunc__ = None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        if (args and isinstance(args[0], WholeTensor) and _edits(name)) or isinstance(kwargs.get("out"), WholeTensor):
-            raise UnsupportedError(
-                f"{name} would edit a copy of the {cls.__name__}; use its assign, assign_add, assign_sub or scatter_* "
-                "methods, or edit each of its .variables."
-            )
-        if func is torch.autograd.grad and any(map(_is_whole, nest.leaves([args[1:2], kwargs.get("inputs")]))):
-            raise UnsupportedError(
-                f"a {cls.__name__} is not differentiated as a whole; pass its .variables to torch.autograd.grad."
-            )
-        return func(*nest.map_structure(open_tensor, list(args)), **nest.map_structure(open_tensor, kwargs))
-
-    def __dlpack__(self, **options: Any) -> Any:
-        """Called by ``torch.as_tensor``, which then has the values outside of the autograd graph."""
-        return self._lend().detach().__dlpack__(**options)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, WholeTensor)
-
-
-def _edits(name: str) -> bool:
-    """Whether a function of this name writes to its first argument, by torch's naming rule."""
-    return name.endswith("_") and not name.startswith("__")
-
-
 _INSTEAD = {
     "device": "its shards may be on several; ask each of .variables",
     "trainable": "ask the requires_grad of each of .variables",
@@ -86,7 +44,7 @@ class _NoSuchAttributeError(WrongTypeError, AttributeError):
     """What tensors and variables have, and a `ShardedVariable` has not."""
 
 
-class ShardedVariable(WholeTensor, torch.nn.Module):
+class ShardedVariable(TensorInShards, torch.nn.Module):
     """One variable in shards: they hold its rows, that is, the entries of the first dimension, in order.
 
     Reads like a tensor: arithmetic, torch functions and ``torch.as_tensor`` put the shards together, and an index reads
