@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchstrat.distributed.collectives import standstill
 from torchstrat.distributed.collectives.default_group import answers, fresh_store
-from torchstrat.distributed.collectives.notes import FailureBoard, StoreVisits, Words, said_at
+from torchstrat.distributed.collectives.notes import FailureBoard, StoredWords, StoreVisits, said_at
 from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.distributed.collectives.standstill import Channel, Standstill, StandstillError
 from torchstrat.errors import CommunicationTimeoutError
@@ -272,9 +272,9 @@ class WordsPlace:
         return listen()
 
 
-def words(size: int, seconds: float = 60.0, ended: Callable[[], list[int]] = list) -> tuple[Any, list[Words]]:
+def words(size: int, seconds: float = 60.0, ended: Callable[[], list[int]] = list) -> tuple[Any, list[StoredWords]]:
     store = dist.HashStore()
-    return store, [Words(WordsPlace(store, ended), rank, size, seconds) for rank in range(size)]
+    return store, [StoredWords(WordsPlace(store, ended), rank, size, seconds) for rank in range(size)]
 
 
 class OftenAway(WordsPlace):
@@ -311,8 +311,8 @@ def test_who_has_ended_without_a_word_or_does_not_come_in_time_is_named(settings
 
 def test_a_store_that_does_not_answer_for_a_while_is_asked_again() -> None:
     store = dist.HashStore()
-    ranks = [Words(OftenAway(store), rank, 2, 60.0) for rank in range(2)]
+    ranks = [StoredWords(OftenAway(store), rank, 2, 60.0) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for rank, one in enumerate(ranks):
             one.tell(f"word {rank}")
-        assert list(pool.map(Words.of_all, ranks)) == [{0: "word 0", 1: "word 1"}] * 2
+        assert list(pool.map(StoredWords.of_all, ranks)) == [{0: "word 0", 1: "word 1"}] * 2

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Stored
     from torchstrat.checkpoint.remote import Servers
     from torchstrat.checkpoint.selection import Comparison, Selection
-    from torchstrat.distributed.collectives.communicator import Communicator
+    from torchstrat.core.communicator import Communicator
     from torchstrat.strategies.strategy import Strategy
 
 NAME = OWN

@@ -8,9 +8,10 @@ read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (w
 again), `standing` and `progress` (which place each step leads to).
 """
 
+from torchstrat.core.engine import InputLayout
 from torchstrat.data.distribute import distribute_dataset, distribute_datasets_from_function
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator
-from torchstrat.data.layout import InputLayout, batch_sizes_for_worker
+from torchstrat.data.layout import batch_sizes_for_worker
 from torchstrat.data.marks import axis, examples, same, unmarked
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from torchstrat.data.pipeline import (

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchstrat.core import nest
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError
 from torchstrat.data import rows
 from torchstrat.data.streams import Step
-from torchstrat.distributed.collectives.communicator import Communicator
 
 
 class _Report(NamedTuple):

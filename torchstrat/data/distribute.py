@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from torchstrat.core import nest
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import misfit, require_callable
 from torchstrat.data import spec
 from torchstrat.data.distributed import DistributedDataset, Feed, Reading, steps_read_ahead
-from torchstrat.data.layout import InputLayout
 from torchstrat.data.loader import LoaderSource
 from torchstrat.data.options import (
     AutoShardPolicy,

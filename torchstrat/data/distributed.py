@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from torchstrat.core import context, nest, notebook_html
+from torchstrat.core.engine import BatchPlacement, InputLayout
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 from torchstrat.data import rows
 from torchstrat.data.agreement import PassEnd, StepAgreement, require_equal_data
-from torchstrat.data.layout import BatchPlacement, InputLayout
 from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions
 from torchstrat.data.position import Progress, Saved, Standing, Terms, state_of

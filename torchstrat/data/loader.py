@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
 from torchstrat.core import nest
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.data import rows, spec
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
-from torchstrat.data.layout import InputLayout
 from torchstrat.data.loader_batches import Collate, CollateAndSplit, CollateToCut, Share, SplitBatch, served, share_of
 from torchstrat.data.order import (
     Counted,

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from torchstrat.core import nest
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
-from torchstrat.data.layout import InputLayout, equal_chunks
+from torchstrat.data.layout import equal_chunks
 from torchstrat.data.marks import with_same_of
 from torchstrat.data.order import Index
 from torchstrat.data.own_draws import COMMON, OwnDraws

@@ -32,13 +32,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.randomness import state_of
 from torchstrat.data import spec
 from torchstrat.data.own_draws import Seeds
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
-from torchstrat.distributed.collectives.communicator import Communicator
 
 Index = Any
 """What a sampler yields: a list of indices for a batch, or one index where the dataset makes the batches."""

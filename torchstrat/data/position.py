@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torchstrat.core import nest
+from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, WrongTypeError
-from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import AutoShardPolicy
 from torchstrat.data.readings import require_aligned
 from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps
-from torchstrat.distributed.collectives.communicator import Communicator
 
 T = TypeVar("T")
 VERSION = 1

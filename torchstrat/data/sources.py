@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import iterates_as_torch_does
+from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
 from torchstrat.data import rows, spec
-from torchstrat.data.layout import InputLayout
 from torchstrat.data.marks import Marked, children, is_container
 from torchstrat.data.own_draws import Continuing, Seeds, Watched, draws_without_loader, stream_seed
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
@@ -28,7 +29,6 @@ from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.distributed.collectives.communicator import Communicator
 
 logger = logging.getLogger("torchstrat.data")
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchstrat.core import nest
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data import rows
 from torchstrat.data.distribute import hand_out_elements, input_context
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator, Optional
-from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import InputContext, InputOptions, InputReplicationMode
 from torchstrat.data.pipeline import ArrayDataset, stack
 from torchstrat.data.position import Place, Resume, Stream

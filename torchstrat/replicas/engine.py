@@ -1,25 +1,19 @@
-"""The engine of a strategy, which runs its replicas: one interface with two implementations.
-
-`in_process` runs several replicas in this process, `per_process` one replica in each process of a job. Here is also how
-much each replica of a run counts in the mean gradient, and what is added to an exception that its own code raised.
+"""What engines share: how much each replica of a run counts in the mean gradient, one value of what replicas returned,
+and what is added to an exception that a replica's own code raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
-from torchstrat.core.memory import Copies
-from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import BatchInfo, PerReplica, Weights
-from torchstrat.core.variables import VariableRegistry
-from torchstrat.data.layout import InputLayout
-from torchstrat.distributed.collectives.communicator import Communicator
 
 
 class StepWeights:
@@ -110,101 +104,6 @@ def _has_equal_shares(one: BatchInfo, other: BatchInfo) -> bool:
     """Whether every replica has the same part of both."""
     ours, theirs = sum(one.rows), sum(other.rows)
     return all(mine * theirs == its * ours for mine, its in zip(one.rows, other.rows, strict=True))
-
-
-class ReplicaStates(Protocol):
-    """What the replicas of this process have for themselves, by what checkpoints call them: ``replica_<id>``, or
-    ``lanes`` for one stream of random numbers of all replicas."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What ``state`` does not have begins with the seed in force."""
-
-
-class MakesRounds(Protocol):
-    """An engine whose replicas step variables of their own."""
-
-    def end_round(self) -> None:
-        """Bring them together now, between runs. Every process calls it."""
-
-
-class ReplicaEngine(Protocol):
-    """Runs functions on replicas and lets replicas talk to each other."""
-
-    registry: VariableRegistry
-    gradient_op: ReduceOp
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas in the whole job."""
-
-    @property
-    def local_replicas(self) -> tuple[int, ...]:
-        """Ids of the replicas in this process."""
-
-    @property
-    def is_chief(self) -> bool: ...
-
-    @property
-    def layout(self) -> InputLayout: ...
-
-    @property
-    def communication(self) -> str:
-        """How the replicas talk to each other, and why so, in words."""
-
-    @property
-    def everyone(self) -> Communicator | None:
-        """All processes of the job, for calls that each has to make; None where this is the only one, or closed."""
-
-    @property
-    def rounds(self) -> MakesRounds | None:
-        """None where replicas are equal between runs."""
-
-    def device_of_replica(self, replica: int) -> str: ...
-
-    @property
-    def replica_states(self) -> ReplicaStates:
-        """For checkpoints, and not during a run: the replicas' streams of random numbers, and with local steps the
-        variables and optimizer state of each."""
-
-    def copies(self) -> list[Copies]:
-        """Who keeps how many copies of what, over all processes: the basis of memory estimates."""
-
-    # cross-replica context
-    def scope_opened(self) -> None: ...
-    def scope_closed(self, *, failed: bool = False) -> None:
-        """``failed``: by an exception, which other processes may not have seen; then nothing is exchanged."""
-
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
-    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any: ...
-
-    def weighted_mean(self, value: Any) -> Any:
-        """The mean of the components by what their replicas counted in the run that returned them."""
-
-    def gather(self, value: Any, axis: int) -> Any: ...
-    def set_no_sync(self, active: bool) -> None: ...
-
-    def check_replicas(self, when: str) -> None:
-        """Raise `ReplicaDriftError` where replicas have other values of what has to be equal. Collective."""
-
-    def close(self) -> None: ...
-
-    # replica context
-    def all_reduce(self, op: ReduceOp, value: Any) -> Any: ...
-    def all_gather(self, value: Any, axis: int) -> Any: ...
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def set_weight(self, weight: float) -> None: ...
-
-    def relative_weight(self) -> float:
-        """How much the running replica counts in the mean gradient; 1 for each where a batch was split evenly."""
-
-    def span_replicas(self) -> None:
-        """What the running replica differentiates may come over from others, by their weights."""
-
-    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Batch normalisation of ``x`` in training, over all replicas, where the engine has a way of its own; None: by
-        `all_gather`."""
 
 
 def regroup(results: dict[int, Any], weights: Weights | None = None, *, is_all: bool = True) -> Any:

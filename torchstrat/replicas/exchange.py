@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchstrat.core import reduction
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
-from torchstrat.distributed.collectives.communicator import Communicator
 
 _LARGE_BYTES = 1 << 20  # above this, adding up on the way beats collecting all components
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import stepped_by
 from torchstrat.core.randomness import ROUND, ReplicaStreams
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal
-from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.update_policies import END_OF_ROUND, LocalUpdate, Replica
 

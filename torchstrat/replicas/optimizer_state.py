@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.distributed.collectives.agreement import fingerprint
-from torchstrat.distributed.collectives.communicator import Communicator
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import nn
 
-from torchstrat.distributed.collectives.communicator import Communicator
+from torchstrat.core.communicator import Communicator
 from torchstrat.replicas.transfer import broadcast_tensors
 
 Rows = tuple[int, torch.Tensor, torch.Tensor]

@@ -9,10 +9,10 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import code
-from torchstrat.distributed.collectives.communicator import Communicator
 
 Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchstrat.core.context import ReplicaContext, get_replica_context
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.replicas.engine import ReplicaEngine
 
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 

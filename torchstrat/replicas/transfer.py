@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.distributed.collectives.communicator import Communicator
 
 _CHUNK_BYTES = 32 << 20
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.distributed.collectives.communicator import Communicator
+from torchstrat.core.communicator import Communicator
 from torchstrat.replicas.transfer import average_tensors, broadcast_tensors
 
 END_OF_ROUND = "the end of a round (bringing the replicas' variables together)"

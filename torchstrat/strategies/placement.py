@@ -9,10 +9,10 @@ from typing import Any
 
 from torchstrat.core import waiting
 from torchstrat.core.devices import local_devices, require_present, resolve_compute_devices, resolve_parameter_device
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import DeviceError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
 from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
@@ -143,7 +143,7 @@ def _one_replica(
     """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
     processes can share it."""
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
-    from torchstrat.distributed.collectives.communicator import SharesMemory
+    from torchstrat.distributed.collectives.abilities import SharesMemory
     from torchstrat.distributed.collectives.shared_memory.device_copies import device_copies
     from torchstrat.distributed.collectives.shm import choose_communicator
     from torchstrat.replicas.per_process.engine import PerProcessReplica

@@ -15,6 +15,7 @@ from torch import nn
 from torchstrat import data
 from torchstrat.core import context, nest, notebook_html
 from torchstrat.core.devices import canonical
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
 from torchstrat.core.run_options import RunOptions, require_run_options
@@ -34,7 +35,6 @@ from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.core.variable.variable import Variable
 from torchstrat.data.options import InputOptions
 from torchstrat.distributed.cluster import DEFAULT_TIMEOUT
-from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.sharding.annotations import LogicalDeviceMethods
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry

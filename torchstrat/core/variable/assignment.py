@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.core import context
+from torchstrat.core.communicator import Communicator, within
 from torchstrat.core.devices import torch_device
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError, WrongTypeError
 from torchstrat.core.reduction import VariableAggregation
@@ -26,8 +27,6 @@ from torchstrat.core.variable.storage import (
     spans_processes,
     to_tensor,
 )
-from torchstrat.distributed.collectives.agreement import within
-from torchstrat.distributed.collectives.communicator import Communicator
 
 if TYPE_CHECKING:
     from torchstrat.core.variable.variable import Variable

@@ -13,10 +13,10 @@ import torch
 
 from torchstrat.core import context, reduction
 from torchstrat.core.devices import torch_device
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, VariableKindError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.core.values import Mirrored, PerReplica
-from torchstrat.replicas.engine import ReplicaEngine
 
 if TYPE_CHECKING:
     from torchstrat.strategies.strategy import Strategy

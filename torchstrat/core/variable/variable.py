@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import context, reduction
+from torchstrat.core.communicator import within
 from torchstrat.core.devices import torch_device
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
@@ -32,7 +33,6 @@ from torchstrat.core.variable.storage import (
     spans_processes,
 )
 from torchstrat.core.variable.tensor_like import TensorLike
-from torchstrat.distributed.collectives.agreement import within
 
 if TYPE_CHECKING:
     from torchstrat.strategies.strategy import Strategy

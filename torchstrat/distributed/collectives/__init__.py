@@ -1,5 +1,5 @@
 """How the processes of one job talk: the `Communicator` protocol and its implementations."""
 
-from torchstrat.distributed.collectives.communicator import Communicator, Work
+from torchstrat.core.communicator import Communicator, Work
 
 __all__ = ["Communicator", "Work"]

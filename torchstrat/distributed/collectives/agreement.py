@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from torchstrat.core.communicator import Communicator, in_full
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.distributed.collectives.abilities import SumsInPlace
 
 AGREEMENT, OBJECT = 1.0, -1.0
 """Kinds of calls: an agreement, whose numbers are all there is to send, or objects, which follow."""
@@ -58,19 +57,6 @@ def length_in(first: Sequence[float]) -> int:
 INPUT = "distribute_dataset"
 """The call that makes a channel for input."""
 
-_within: ContextVar[str] = ContextVar("_within", default="")
-
-
-@contextmanager
-def within(call: str) -> Iterator[None]:
-    """What this rank agrees on in the block is a part of this ``call``. Others, with exchanges that look the same but
-    are part of another call, are found by it: numbers of both would be combined."""
-    token = _within.set(f"{call}: ")
-    try:
-        yield
-    finally:
-        _within.reset(token)
-
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
     """Two checksums of the bits and the order of all elements."""
@@ -100,7 +86,7 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
     ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
     """
-    call = _within.get() + call
+    call = in_full(call)
     headers = communicator.all_gather_numbers(header(AGREEMENT, call, numbers), call)
     return _checked(communicator, call, headers, len(numbers))
 
@@ -109,7 +95,7 @@ def agree_and_sum(
     communicator: SumsInPlace, call: str, numbers: tuple[float, ...], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[list[float]], Callable[[float], None] | None]:
     """The same, and in the same meeting the better part of a sum; see `SumsInPlace.all_gather_numbers_and_sum`."""
-    call = _within.get() + call
+    call = in_full(call)
     headers, add_up = communicator.all_gather_numbers_and_sum(header(AGREEMENT, call, numbers), tensors, call)
     return _checked(communicator, call, headers, len(numbers)), add_up
 

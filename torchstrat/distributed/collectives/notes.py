@@ -1,8 +1,8 @@
 """What the processes of a job tell each other without a meeting: notes in the store where they met.
 
 Not through the process group: after a failure nobody may be listening there. `FailureBoard` has what each says that can
-no longer take part. `Words` are about one thing, how a pass over the data ended for each of them: a rank that fails in
-it says so and goes on at once; one that comes to its end waits for what the others have to say.
+no longer take part. `StoredWords` are about one thing, how a pass over the data ended for each of them: a rank that
+fails in it says so and goes on at once; one that comes to its end waits for what the others have to say.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class Place(Protocol):
         """The ranks whose processes are known to have ended."""
 
 
-class Words:
-    """One rank's view.
+class StoredWords:
+    """`Words` in the store where all have met.
 
     Args:
         rank: this process's place among ``size``.
@@ -202,7 +202,6 @@ class Words:
         self._is_left = False
 
     def tell(self, word: str) -> None:
-        """Leave it, for good and without waiting. The first counts."""
         if self._word is None:
             self._word = word
             self._leave()
@@ -216,12 +215,6 @@ class Words:
         self._is_left = self._place.visit(leave, False)
 
     def of_all(self) -> dict[int, str]:
-        """Every rank's word, as soon as all are there.
-
-        A store that does not answer for a while is asked again. Raises `CommunicationTimeoutError` where a word does
-        not come in time, and `CommunicationError` where a rank has ended without one, or waits for this one in another
-        call.
-        """
         return self._place.wait(self._listen)
 
     def _listen(self) -> dict[int, str]:

@@ -24,7 +24,7 @@ from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.distributed.collectives.agreement import OBJECT, header, length_in
 from torchstrat.distributed.collectives.default_group import DefaultGroup
-from torchstrat.distributed.collectives.notes import PATIENCE_SECONDS, FailureBoard, Words
+from torchstrat.distributed.collectives.notes import PATIENCE_SECONDS, FailureBoard, StoredWords
 from torchstrat.distributed.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
 from torchstrat.distributed.collectives.standstill import MOMENT_SECONDS, Channel, Identity, Peers, StandstillError
 
@@ -378,8 +378,8 @@ class ProcessGroupCommunicator:
         """``call(True)`` when this rank has reported that it leaves, ``call(False)`` when it comes all the same."""
         self._family.board.leaving = call
 
-    def words(self, what: str) -> Words:
-        return Words(_WordsPlace(self, what), self.rank, self.size, self.timeout.total_seconds())
+    def words(self, what: str) -> StoredWords:
+        return StoredWords(_WordsPlace(self, what), self.rank, self.size, self.timeout.total_seconds())
 
     def ended(self) -> list[int]:
         """Places in this group of those whose processes have ended, as far as this one can tell."""

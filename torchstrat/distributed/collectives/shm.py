@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchstrat.core.communicator import Communicator, Words, Work
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.communicator import Communicator, Work
-from torchstrat.distributed.collectives.notes import Words
 from torchstrat.distributed.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies

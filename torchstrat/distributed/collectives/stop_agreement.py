@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchstrat.core.communicator import Communicator, Work
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.communicator import Communicator, Work
 from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
 
 _WHAT = "the agreement to stop (PreemptionHandler.should_stop)"

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
+from torchstrat.distributed.collectives.abilities import SharesMemory
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.gradients import Owned
 from torchstrat.core.optimizers import State, Tier, stand_in_of, tier_of
+from torchstrat.distributed.collectives.abilities import SharesMemory
 from torchstrat.distributed.collectives.agreement import agree
-from torchstrat.distributed.collectives.communicator import Communicator, SharesMemory
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError

@@ -22,6 +22,7 @@ from torchstrat.core import context, nest, reduction
 from torchstrat.core._torch_private import new_hook_key
 from torchstrat.core.context import ReplicaContext, enter
 from torchstrat.core.devices import canonical, torch_device
+from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
 from torchstrat.core.errors import ContextError
 from torchstrat.core.gradients import check_weight
 from torchstrat.core.memory import Copies, copies_in_one_process, local_copies
@@ -29,18 +30,10 @@ from torchstrat.core.optimizers import stepped_by
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.data.layout import InputLayout
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import (
-    MakesRounds,
-    ReplicaStates,
-    StepWeights,
-    add_replica_note,
-    adoption_warning,
-    regroup,
-)
+from torchstrat.replicas.engine import StepWeights, add_replica_note, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients

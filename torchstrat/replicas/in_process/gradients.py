@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 from torchstrat.core import gradients as arithmetic
+from torchstrat.core.communicator import Words, Work
 from torchstrat.core.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import Members, VariableRegistry
-from torchstrat.distributed.collectives.communicator import Work
-from torchstrat.distributed.collectives.notes import Words
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients

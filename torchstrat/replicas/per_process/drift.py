@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDriftError
 from torchstrat.distributed.collectives.agreement import agree
-from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.state_kinds import Belongings, Digest, digests
 
 VARIABLE = "TORCHSTRAT_CHECK"

@@ -25,11 +25,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.optimizers import stepped_by, wrapped_by
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import fingerprint
-from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas import renormed_rows
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
 from torchstrat.replicas.renormed_rows import renormed_weights

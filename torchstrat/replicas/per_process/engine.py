@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest, reduction
 from torchstrat.core._torch_private import new_hook_key
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import ReplicaContext, enter
 from torchstrat.core.devices import torch_device
+from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
 from torchstrat.core.errors import CommunicationError
 from torchstrat.core.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.core.memory import Copies, copies_in_processes
@@ -34,23 +36,15 @@ from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variable.assignment import hand_over
 from torchstrat.core.variables import Members, VariableRegistry
-from torchstrat.data.layout import InputLayout
+from torchstrat.distributed.collectives.abilities import SumsInPlace
 from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
-from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas import exchange, optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import (
-    MakesRounds,
-    ReplicaStates,
-    StepWeights,
-    add_note,
-    add_replica_note,
-    adoption_warning,
-)
+from torchstrat.replicas.engine import StepWeights, add_note, add_replica_note, adoption_warning
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, put_hooks, remove_hooks

@@ -20,11 +20,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from torch.optim import Optimizer
 
 from torchstrat.core import nest
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import load_in_place
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import after_step, before_step
+from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import MakesRounds
 from torchstrat.core.memory import Copies, local_copies
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, select_replica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree
-from torchstrat.distributed.collectives.communicator import Communicator
-from torchstrat.replicas.engine import MakesRounds, StepWeights, add_replica_note
+from torchstrat.replicas.engine import StepWeights, add_replica_note
 from torchstrat.replicas.local_updates import (
     LocalRounds,
     OwnValues,

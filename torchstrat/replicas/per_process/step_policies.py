@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.core.optimizers import (
     bare_step,
@@ -23,7 +24,6 @@ from torchstrat.core.optimizers import (
     wrapped_by,
 )
 from torchstrat.distributed.collectives.agreement import agree, all_equal, fingerprint
-from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.distributed.collectives.communicator import Communicator
 from torchstrat.sharding.grid import REPLICA_AXIS, Sharding, logical_axis
 
 Cut = tuple[int | None, ...]

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 from torchstrat.core import context, nest
+from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import InputLayout, ReplicaStates
 from torchstrat.core.errors import ContextError, ReplicaDivergenceError
 from torchstrat.core.memory import Copies
 from torchstrat.core.optimizers import Tier, tier_of
@@ -31,10 +33,8 @@ from torchstrat.core.randomness import state_of
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import PerReplica
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.data.layout import InputLayout
 from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal, code, fingerprint
-from torchstrat.distributed.collectives.communicator import Communicator
-from torchstrat.replicas.engine import ReplicaStates, adoption_warning
+from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.sharding.annotations import Assignments, ShardingRules
 from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it

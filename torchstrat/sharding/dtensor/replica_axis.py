@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.distributed.collectives.communicator import Communicator, SumsInPlace, Work
-from torchstrat.distributed.collectives.notes import Words
+from torchstrat.core.communicator import Communicator, Words, Work
+from torchstrat.distributed.collectives.abilities import SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 
 

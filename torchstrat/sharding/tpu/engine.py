@@ -19,13 +19,13 @@ import torch
 
 from torchstrat.core import context, nest, reduction
 from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.memory import Copies
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.run_options import RunOptions
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.data.layout import InputLayout
 from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import WorkerThreads
 from torchstrat.replicas.state import DifferingEdits

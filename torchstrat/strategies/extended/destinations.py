@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchstrat.core.communicator import within
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import DistributedValues, Mirrored
 from torchstrat.core.variable.variable import Variable
-from torchstrat.distributed.collectives.agreement import within
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 if TYPE_CHECKING:

@@ -9,16 +9,13 @@ this communicator, its subgroups and its other channels raises at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from torchstrat.distributed.collectives.notes import Words
-    from torchstrat.distributed.collectives.shared_memory.common_memory import Kind, Place
-    from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 
 
 class Work(Protocol):
@@ -26,6 +23,21 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Block until the result is in place. Raises `CommunicationTimeoutError` after the group's timeout."""
+
+
+class Words(Protocol):
+    """What all ranks say about one thing, as one rank sees it."""
+
+    def tell(self, word: str) -> None:
+        """Leave this rank's, for good and without waiting. The first counts."""
+
+    def of_all(self) -> dict[int, str]:
+        """Every rank's word, as soon as all are there.
+
+        A store that does not answer for a while is asked again. Raises `CommunicationTimeoutError` where a word does
+        not come in time, and `CommunicationError` where a rank has ended without one, or waits for this one in another
+        call.
+        """
 
 
 class Communicator(Protocol):
@@ -96,35 +108,20 @@ class Communicator(Protocol):
         """Leave the group; destroys a process group that this object made."""
 
 
-@runtime_checkable
-class SumsInPlace(Communicator, Protocol):
-    """A `Communicator` that adds gradients up where they lie: collecting them in buckets would only cost copies."""
-
-    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
-        """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all ranks.
-        All ranks pass tensors of equal lengths and dtypes in one order, and get the same bits."""
-
-    def all_gather_numbers_and_sum(
-        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
-    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
-        """`all_gather_numbers` that in the same meeting does what `sum_in_place` has to wait for, where ``tensors`` are
-        small: the numbers, and a function that makes the sums, times the factor it is given. None where they are not,
-        or of several dtypes. It may be called if the numbers tell that all ranks have passed tensors alike, and only
-        before the next collective."""
-
-    def sum_to_owners(
-        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
-    ) -> None:
-        """The same for tensors of one dtype, where each rank needs but its own elements of the sum: ``owned`` are for
-        each rank pieces of the tensors, which together are all of them. What others own is undefined afterwards."""
+_within: ContextVar[str] = ContextVar("_within", default="")
 
 
-@runtime_checkable
-class SharesMemory(Protocol):
-    """A `Communicator` whose processes can have memory in common."""
+@contextmanager
+def within(call: str) -> Iterator[None]:
+    """What this rank agrees on in the block is a part of this ``call``. Others, with exchanges that look the same but
+    are part of another call, are found by it: numbers of both would be combined."""
+    token = _within.set(f"{call}: ")
+    try:
+        yield
+    finally:
+        _within.reset(token)
 
-    def share_memory(self, kinds: Sequence[Kind], what: str) -> list[Place]:
-        """A place for a tensor of each kind, the same ones for all ranks, which pass equal kinds. All elements are 0.
 
-        Raises `NoSharedMemoryError`, on all of them, if there is no room on one.
-        """
+def in_full(call: str) -> str:
+    """The name of a call, with that of the one which it is a part of."""
+    return _within.get() + call

@@ -1,0 +1,163 @@
+"""The engine of a strategy, which runs its replicas: one interface with several implementations.
+
+`replicas.in_process` runs several replicas in this process, `replicas.per_process` one replica in each process of a
+job, `sharding` one on several devices. `InputLayout` is the engine as its input pipelines see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from torchstrat.core.communicator import Communicator
+from torchstrat.core.memory import Copies
+from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.values import BatchInfo, PerReplica
+from torchstrat.core.variables import VariableRegistry
+
+
+class BatchPlacement(Protocol):
+    """Starts copies ahead of time; see `torchstrat.data.prefetch.Placement`, the usual one."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether there is anything to copy for batches that are made on the host."""
+
+    def place(self, step: Any) -> tuple[Any, tuple[Any, ...]]: ...
+    def receive(self, placed: tuple[Any, tuple[Any, ...]]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """The replicas of a strategy as its input pipelines see them. Built by the strategy, equal on all ranks but for
+    ``local_replicas``, ``devices`` and ``worker_index``."""
+
+    num_replicas: int
+    """Replicas of the whole group, over all processes."""
+    local_replicas: tuple[int, ...]
+    """Ids, in the group, of the replicas of this process; consecutive, and as many in every process."""
+    devices: tuple[torch.device, ...]
+    """Where each local replica computes; the virtual replicas ``cpu:i`` are all ``torch.device("cpu")``."""
+    num_workers: int
+    """Processes, each with an input pipeline of its own."""
+    worker_index: int
+    always_wrap: bool
+    """Hand out `PerReplica` even for one replica. False: with one replica, batches are handed out bare."""
+    communicator: Communicator | None
+    """The way to the other processes; None in a single process."""
+    per_replica_input: Literal["honoured", "refused"] = "honoured"
+    """What `InputReplicationMode.PER_REPLICA` means to this strategy: a pipeline for each replica, or nothing (one
+    device)."""
+    placement: BatchPlacement | None = None
+    """How batches get to the devices, where that is not a copy of each replica's to its own."""
+    join: Callable[[tuple[Any, ...], tuple[int, ...], BatchInfo], PerReplica[Any]] | None = None
+    """From the replicas' values of a leaf, their ids and how the batch was split to what is handed out; None: a
+    `PerReplica` of them."""
+
+    @property
+    def bare(self) -> bool:
+        """Whether batches are handed out without a wrapper, as the dataset made them."""
+        return self.num_replicas == 1 and not self.always_wrap
+
+    @property
+    def peers(self) -> Communicator | None:
+        """The communicator where there is anybody to talk to, else None."""
+        return self.communicator if self.num_workers > 1 else None
+
+
+class ReplicaStates(Protocol):
+    """What the replicas of this process have for themselves, by what checkpoints call them: ``replica_<id>``, or
+    ``lanes`` for one stream of random numbers of all replicas."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What ``state`` does not have begins with the seed in force."""
+
+
+class MakesRounds(Protocol):
+    """An engine whose replicas step variables of their own."""
+
+    def end_round(self) -> None:
+        """Bring them together now, between runs. Every process calls it."""
+
+
+class ReplicaEngine(Protocol):
+    """Runs functions on replicas and lets replicas talk to each other."""
+
+    registry: VariableRegistry
+    gradient_op: ReduceOp
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas in the whole job."""
+
+    @property
+    def local_replicas(self) -> tuple[int, ...]:
+        """Ids of the replicas in this process."""
+
+    @property
+    def is_chief(self) -> bool: ...
+
+    @property
+    def layout(self) -> InputLayout: ...
+
+    @property
+    def communication(self) -> str:
+        """How the replicas talk to each other, and why so, in words."""
+
+    @property
+    def everyone(self) -> Communicator | None:
+        """All processes of the job, for calls that each has to make; None where this is the only one, or closed."""
+
+    @property
+    def rounds(self) -> MakesRounds | None:
+        """None where replicas are equal between runs."""
+
+    def device_of_replica(self, replica: int) -> str: ...
+
+    @property
+    def replica_states(self) -> ReplicaStates:
+        """For checkpoints, and not during a run: the replicas' streams of random numbers, and with local steps the
+        variables and optimizer state of each."""
+
+    def copies(self) -> list[Copies]:
+        """Who keeps how many copies of what, over all processes: the basis of memory estimates."""
+
+    # cross-replica context
+    def scope_opened(self) -> None: ...
+    def scope_closed(self, *, failed: bool = False) -> None:
+        """``failed``: by an exception, which other processes may not have seen; then nothing is exchanged."""
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any: ...
+
+    def weighted_mean(self, value: Any) -> Any:
+        """The mean of the components by what their replicas counted in the run that returned them."""
+
+    def gather(self, value: Any, axis: int) -> Any: ...
+    def set_no_sync(self, active: bool) -> None: ...
+
+    def check_replicas(self, when: str) -> None:
+        """Raise `ReplicaDriftError` where replicas have other values of what has to be equal. Collective."""
+
+    def close(self) -> None: ...
+
+    # replica context
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any: ...
+    def all_gather(self, value: Any, axis: int) -> Any: ...
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def set_weight(self, weight: float) -> None: ...
+
+    def relative_weight(self) -> float:
+        """How much the running replica counts in the mean gradient; 1 for each where a batch was split evenly."""
+
+    def span_replicas(self) -> None:
+        """What the running replica differentiates may come over from others, by their weights."""
+
+    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """Batch normalisation of ``x`` in training, over all replicas, where the engine has a way of its own; None: by
+        `all_gather`."""
