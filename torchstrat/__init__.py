@@ -15,14 +15,7 @@ with _importing.without_collection():
     from torchstrat.checkpoint.evaluation import SidecarEvaluator
     from torchstrat.checkpoint.preemption import PreemptionHandler
     from torchstrat.core import errors
-    from torchstrat.core.context import (
-        ReplicaContext,
-        experimental_set_strategy,
-        get_replica_context,
-        get_strategy,
-        has_strategy,
-        in_cross_replica_context,
-    )
+    from torchstrat.core.context import experimental_set_strategy, has_strategy, in_cross_replica_context
     from torchstrat.core.errors import OutOfRangeError
     from torchstrat.core.ftrl import Ftrl
     from torchstrat.core.losses import compute_average_loss, global_mean, scale_regularization_loss
@@ -56,6 +49,7 @@ with _importing.without_collection():
     from torchstrat.strategies import tf_coordinator as coordinator
     from torchstrat.strategies import tf_experimental as experimental
     from torchstrat.strategies.central_storage import CentralStorageStrategy
+    from torchstrat.strategies.default import ReplicaContext, get_replica_context, get_strategy
     from torchstrat.strategies.estimates import estimate
     from torchstrat.strategies.extended import StrategyExtended
     from torchstrat.strategies.local_sgd import LocalSGDStrategy

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.remote import Servers
     from torchstrat.checkpoint.selection import Comparison, Selection
     from torchstrat.core.communicator import Communicator
-    from torchstrat.strategies.strategy import Strategy
+    from torchstrat.core.context import StrategyLike
 
 NAME = OWN
 
@@ -154,7 +154,7 @@ def _load_numpy(state: Mapping[str, Any]) -> None:
 # -- whose objects they are --------------------------------------------------------------------------------------------
 
 
-def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
+def strategies_of(objects: Mapping[str, Any]) -> list[StrategyLike]:
     """The strategies that have any of the objects, in the order of the objects. Where none has (they were made outside
     of a scope, and no run has met them), the one strategy that is open."""
     # In comprehensions: a name that is left from a loop would keep a dropped strategy there.
@@ -167,9 +167,9 @@ def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
     return still_open if len(still_open) == 1 else []
 
 
-def _there() -> list[Strategy]:
+def _there() -> list[StrategyLike]:
     """All but the default one, closed ones among them."""
-    return [one for one in context.strategies if one.extended._default_replica_context is None]
+    return [one for one in context.strategies if not context.is_default(one)]
 
 
 def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
@@ -182,7 +182,7 @@ def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
     return None
 
 
-def _belongs_to(value: Any, strategy: Strategy) -> bool:
+def _belongs_to(value: Any, strategy: StrategyLike) -> bool:
     if isinstance(value, Variable):
         return value._strategy is strategy
     registry = strategy._engine.registry

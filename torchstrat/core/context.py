@@ -6,21 +6,57 @@ TensorFlow. Engines push a frame on the threads that run replicas.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, StrategyMixingError
 from torchstrat.core.reduction import ReduceOp, parse_gather_axis
 from torchstrat.core.values import require_callable
+from torchstrat.core.variable.storage import Storage, VariablePlacement
 
-if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+
+class StrategyLike(Protocol):
+    """A strategy, as the rooms below know it; programs have a `ts.Strategy`, which says what its methods do."""
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    @property
+    def num_logical_devices(self) -> int: ...
+    @property
+    def is_chief(self) -> bool: ...
+    @property
+    def cluster_resolver(self) -> Any: ...
+    @property
+    def extended(self) -> Any: ...
+    def scope(self) -> AbstractContextManager[StrategyLike]: ...
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any: ...
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any: ...
+    def gather(self, value: Any, axis: Any) -> Any: ...
+    def local_results(self, value: Any) -> tuple[Any, ...]: ...
+    def distribute_dataset(self, dataset: Any) -> Any: ...
+
+    @property
+    def _engine(self) -> ReplicaEngine: ...
+    @property
+    def _closed(self) -> bool: ...
+    @property
+    def _wraps_values(self) -> bool: ...
+    @property
+    def _variable_placement(self) -> VariablePlacement: ...
+    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage: ...
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any: ...
+    def _variable_made(self, variable: Any) -> None: ...
 
 
 class _Frame(NamedTuple):
-    strategy: Strategy
+    strategy: StrategyLike
     replica: ReplicaContext | None  # None: cross-replica context
 
 
@@ -35,17 +71,28 @@ class _Frames(threading.local):
 
 _frames = _Frames()
 
-strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()
+strategies: weakref.WeakSet[StrategyLike] = weakref.WeakSet()
 """All strategies of this process that are still there."""
 
-
-def _default_strategy() -> Strategy:
-    from torchstrat.strategies.default import default_strategy  # the one upward arrow: a default needs an instance
-
-    return default_strategy()
+_default_strategy: Callable[[], StrategyLike]
 
 
-def get_strategy() -> Strategy:
+def set_default(make: Callable[[], StrategyLike]) -> None:
+    """``make``: the strategy that is in force outside of any scope, made when somebody first asks for it."""
+    global _default_strategy
+    _default_strategy = functools.cache(make)
+
+
+def is_default(strategy: StrategyLike) -> bool:
+    return strategy is _default_strategy()
+
+
+@functools.cache
+def _default_replica() -> ReplicaContext:
+    return ReplicaContext(_default_strategy(), 0)
+
+
+def get_strategy() -> StrategyLike:
     """The strategy of the innermost scope or run of this thread; the default one-device strategy outside of any."""
     frame = _frames.top()
     return frame.strategy if frame is not None else _default_strategy()
@@ -59,7 +106,7 @@ def has_strategy() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """The current replica's context; None in cross-replica context; outside any scope the default strategy's."""
     frame = _frames.top()
-    return frame.replica if frame is not None else _default_strategy().extended._default_replica_context
+    return frame.replica if frame is not None else _default_replica()
 
 
 def in_cross_replica_context() -> bool:
@@ -83,21 +130,21 @@ class _Entered:
         _frames.stack.pop()
 
 
-def enter(strategy: Strategy, replica: ReplicaContext | None) -> AbstractContextManager[None]:
+def enter(strategy: StrategyLike, replica: ReplicaContext | None) -> AbstractContextManager[None]:
     """Push a frame on this thread for the duration of the block. What it returns may be entered again, anywhere."""
     return _Entered(_Frame(strategy, replica))
 
 
-def enter_cross(strategy: Strategy) -> AbstractContextManager[None]:
+def enter_cross(strategy: StrategyLike) -> AbstractContextManager[None]:
     """Cross-replica context of ``strategy``. The default one is in force as it is, in its one replica."""
     return nullcontext() if strategy is _default_strategy() else enter(strategy, None)
 
 
-def push_cross(strategy: Strategy) -> None:
+def push_cross(strategy: StrategyLike) -> None:
     _frames.stack.append(_Frame(strategy, None))
 
 
-def pop_cross(strategy: Strategy) -> None:
+def pop_cross(strategy: StrategyLike) -> None:
     """Leave the innermost cross frame, which must be ``strategy``'s: scopes close in the reverse order of opening."""
     frame = _frames.stack[-1] if _frames.stack else None
     if frame is None or frame.strategy is not strategy or frame.replica is not None:
@@ -105,7 +152,7 @@ def pop_cross(strategy: Strategy) -> None:
     _frames.stack.pop()
 
 
-def require_cross(strategy: Strategy, call: str) -> None:
+def require_cross(strategy: StrategyLike, call: str) -> None:
     """``call`` belongs to cross-replica context, of this very strategy when the thread is in any."""
     frame = _frames.top()
     if frame is None:
@@ -118,7 +165,7 @@ def require_cross(strategy: Strategy, call: str) -> None:
     require_not_mixed(strategy, call)
 
 
-def require_not_mixed(strategy: Strategy, call: str) -> None:
+def require_not_mixed(strategy: StrategyLike, call: str) -> None:
     """``call`` on ``strategy`` is an error in the scope of another strategy. The default one's is as good as none."""
     frame = _frames.top()
     if frame is None or (frame.replica is None and frame.strategy is _default_strategy()):
@@ -130,7 +177,7 @@ def require_not_mixed(strategy: Strategy, call: str) -> None:
         )
 
 
-def replica_of(strategy: Strategy, call: str) -> int | None:
+def replica_of(strategy: StrategyLike, call: str) -> int | None:
     """The replica of ``strategy`` whose code makes ``call``; None in cross-replica context and outside of any scope.
 
     Raises `StrategyMixingError` in the scope or a run of another strategy.
@@ -142,7 +189,7 @@ def replica_of(strategy: Strategy, call: str) -> int | None:
     return None if frame.replica is None else frame.replica.replica_id_in_sync_group
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Make ``strategy`` current in this thread without a ``with`` block; None clears it. An error inside a scope."""
     if _frames.stack:
         raise ContextError("experimental_set_strategy cannot be called inside a scope or a run; leave it first.")
@@ -162,9 +209,7 @@ class ReplicaContext:
     `merge_call`) must be made by every replica of the run, in the same order.
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
-        import torch
-
+    def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: int | None) -> None:
         if isinstance(replica_id_in_sync_group, bool) or not isinstance(
             replica_id_in_sync_group, int | torch.Tensor | None
         ):
@@ -176,7 +221,7 @@ class ReplicaContext:
         self._replica_id = replica_id_in_sync_group
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyLike:
         """The strategy that runs this replica."""
         return self._strategy
 

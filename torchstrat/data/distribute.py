@@ -35,7 +35,7 @@ from torchstrat.data.sources import Source, make_source, refuse_distributed
 from torchstrat.data.streams import bare_steps, element_steps
 
 if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+    from torchstrat.core.context import StrategyLike
 
 logger = logging.getLogger("torchstrat.data")
 
@@ -91,7 +91,7 @@ def _warn_of_whole_batches(workers: int, made_by: str) -> None:
 
 
 def distribute_dataset(
-    strategy: Strategy, layout: InputLayout, dataset: Any, options: InputOptions | None
+    strategy: StrategyLike, layout: InputLayout, dataset: Any, options: InputOptions | None
 ) -> DistributedDataset:
     """Split the global batches of ``dataset`` over the replicas of ``strategy``.
 
@@ -199,7 +199,7 @@ def _pipeline(
 
 
 def distribute_datasets_from_function(
-    strategy: Strategy,
+    strategy: StrategyLike,
     layout: InputLayout,
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions | None,
@@ -260,7 +260,7 @@ def input_context(layout: InputLayout) -> InputContext:
 
 
 def hand_out_elements(
-    strategy: Strategy, layout: InputLayout, sources: list[Source], options: InputOptions
+    strategy: StrategyLike, layout: InputLayout, sources: list[Source], options: InputOptions
 ) -> DistributedDataset:
     """Distribute whole elements: consecutive ones of a single source, or those of a source for each local replica."""
 

@@ -23,7 +23,7 @@ from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
 from torchstrat.data.streams import Step
 
 if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+    from torchstrat.core.context import StrategyLike
 
 StateT = TypeVar("StateT")
 
@@ -74,7 +74,7 @@ class DistributedDataset:
     all of them iterate together, and all see the same number of steps.
     """
 
-    def __init__(self, strategy: Strategy, layout: InputLayout, options: InputOptions, feed: Feed) -> None:
+    def __init__(self, strategy: StrategyLike, layout: InputLayout, options: InputOptions, feed: Feed) -> None:
         self._strategy = strategy
         self._layout = layout
         self._options = options
@@ -219,7 +219,7 @@ class DistributedIterator:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyLike,
         layout: InputLayout,
         options: InputOptions,
         feed: Feed,
@@ -405,7 +405,7 @@ def _is_alike(first: nest.Nest, other: nest.Nest) -> bool:
     return len(first) == len(other) and (not isinstance(first, Mapping) or list(first) == list(other))
 
 
-def _require_outside_replicas(strategy: Strategy, call: str) -> None:
+def _require_outside_replicas(strategy: StrategyLike, call: str) -> None:
     if not context.has_strategy():
         return
     context.require_not_mixed(strategy, call)

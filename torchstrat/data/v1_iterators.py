@@ -22,7 +22,7 @@ from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.sources import Source, make_source, refuse_distributed
 
 if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+    from torchstrat.core.context import StrategyLike
 
 
 class InputIterator:
@@ -111,7 +111,7 @@ class CallableSource(Source):
 
 
 def make_input_fn_iterator(
-    strategy: Strategy,
+    strategy: StrategyLike,
     layout: InputLayout,
     input_fn: Callable[[InputContext], Any],
     replication_mode: InputReplicationMode | str,

@@ -27,7 +27,7 @@ from torchstrat.parameter_server.variables.sharded_indexing import check_ids, ha
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+    from torchstrat.core.context import StrategyLike
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -197,7 +197,7 @@ def grow_rows(
         table.num_embeddings = rows
 
 
-def _owner_of(weight: torch.Tensor) -> Strategy | None:
+def _owner_of(weight: torch.Tensor) -> StrategyLike | None:
     still_open = (one for one in context.strategies if not one._closed)
     return next((one for one in still_open if one.extended.variable_created_in_scope(weight)), None)
 

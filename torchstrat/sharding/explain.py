@@ -13,17 +13,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchstrat.core import notebook_html
 from torchstrat.core.commands import named_object, parser_with_examples
-from torchstrat.core.context import get_strategy
+from torchstrat.core.context import StrategyLike, get_strategy
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.sharding.annotations import ShardingRules
-from torchstrat.sharding.grid import DeviceGrid
+from torchstrat.sharding.annotations import Annotator, LogicalDeviceMethods, ShardingRules
+from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import (
     Layout,
     ShardedEntry,
@@ -35,9 +35,6 @@ from torchstrat.sharding.layout import (
     size_text,
     table,
 )
-
-if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
 
 DRAWINGS_SHOWN = 12
 
@@ -203,7 +200,7 @@ def explain_sharding(
     value: torch.Tensor | nn.Module | Mapping[str, torch.Tensor],
     path: str | os.PathLike[str] | None = None,
     *,
-    strategy: Strategy | None = None,
+    strategy: StrategyLike | None = None,
 ) -> Explanation:
     """Say which device holds which piece of ``value``; ``print`` what comes back.
 
@@ -220,12 +217,31 @@ def explain_sharding(
             returned by an annotation.
     """
     chosen = get_strategy() if strategy is None else strategy
-    entries = {name: chosen._sharded_entry(name, tensor) for name, tensor in _named(value).items()}
-    grid, names = chosen._device_grid()
+    annotator = chosen._annotator if isinstance(chosen, LogicalDeviceMethods) else None
+    entries = {name: _entry_of(annotator, name, tensor) for name, tensor in _named(value).items()}
+    if annotator is None:
+        names = list(chosen.extended.worker_devices)
+        grid = DeviceGrid(tuple((number,) for number in range(len(names))))
+    else:
+        grid, names = annotator.grid()
     explanation = explain_tensors(entries, grid, names)
     if path is not None:
         explanation.save_png(path)
     return explanation
+
+
+def _entry_of(annotator: Annotator | None, name: str, tensor: torch.Tensor) -> ShardedEntry:
+    """How ``tensor`` is cut. Where replicas have one device, that has all of it."""
+    if annotator is None:
+        return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
+    entry = annotator.entry_of(tensor)
+    if entry is None:
+        raise InvalidArgumentError(
+            f"nobody has said how {name}, of shape {tuple(tensor.shape)}, is cut: it is no variable of this "
+            "strategy, and no annotation returned it. Pass what split_to_logical_devices returned, or a model of "
+            "the scope."
+        )
+    return entry
 
 
 def _named(value: torch.Tensor | nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

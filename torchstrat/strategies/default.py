@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 from torchstrat.core import context
-from torchstrat.core.context import ReplicaContext
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import ValueContext
@@ -55,7 +53,6 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         self._engine = InProcessReplicas(self, ("cpu:0",), gradient_op=ReduceOp.MEAN)
         self.extended = _DefaultExtended(self, ("cpu:0",), ("cpu:0",))
-        self.extended._default_replica_context = ReplicaContext(self, 0)
 
     def _enter_scope(self) -> None:
         """It is in force already: a step that asks for the context finds the same one within the block as without."""
@@ -88,6 +85,15 @@ class DefaultStrategy(Strategy):
         yield "replicas", f"{self.num_replicas_in_sync}: no strategy is set, so nothing is distributed"
 
 
-@functools.cache
-def default_strategy() -> DefaultStrategy:
-    return DefaultStrategy()
+context.set_default(DefaultStrategy)
+
+# Functions and classes of core as programs know them.
+get_strategy = cast("Callable[[], Strategy]", context.get_strategy)
+if TYPE_CHECKING:
+
+    class ReplicaContext(context.ReplicaContext):
+        strategy: Strategy
+
+else:
+    ReplicaContext = context.ReplicaContext
+get_replica_context = cast("Callable[[], ReplicaContext | None]", context.get_replica_context)

@@ -36,8 +36,6 @@ from torchstrat.core.variable.variable import Variable
 from torchstrat.data.options import InputOptions
 from torchstrat.distributed.cluster import DEFAULT_TIMEOUT
 from torchstrat.sharding.annotations import LogicalDeviceMethods
-from torchstrat.sharding.grid import DeviceGrid, Sharding
-from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.tf_names import SeedNames
 
@@ -366,26 +364,6 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _colocating(self, variable: Any) -> AbstractContextManager[None]:
         """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
         return nullcontext()
-
-    def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
-        """How ``tensor`` is cut, for `explain_sharding`. Where replicas have one device, that has all of it."""
-        if self._annotator is None:
-            return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
-        entry = self._annotator.entry_of(tensor)
-        if entry is None:
-            raise InvalidArgumentError(
-                f"nobody has said how {name}, of shape {tuple(tensor.shape)}, is cut: it is no variable of this "
-                "strategy, and no annotation returned it. Pass what split_to_logical_devices returned, or a model of "
-                "the scope."
-            )
-        return entry
-
-    def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
-        """The replicas' devices, and the names of the devices by their numbers."""
-        if self._annotator is not None:
-            return self._annotator.grid()
-        devices = self.extended.worker_devices
-        return DeviceGrid(tuple((number,) for number in range(len(devices)))), list(devices)
 
     def _pull(self, modules: list[nn.Module] | None) -> None:
         """Bring values into this process's tensors; here the tensors are the variables."""

@@ -59,4 +59,9 @@ def number(context: ts.ValueContext) -> int:
 
 
 assert_type(strategy.distribute_values_from_function(number), ts.PerReplica[int])
+assert_type(ts.get_strategy(), ts.Strategy)
+replica = ts.get_replica_context()
+assert_type(replica, ts.ReplicaContext | None)
+if replica is not None:
+    assert_type(replica.strategy, ts.Strategy)
 strategy.close()

@@ -32,10 +32,10 @@ from torchstrat.checkpoint.folder import is_checkpoint
 from torchstrat.checkpoint.manifest import NAME as MANIFEST
 from torchstrat.checkpoint.numbered import last_step
 from torchstrat.core import nest
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
 from torchstrat.data import unmarked
 from torchstrat.data.distributed import DistributedDataset
-from torchstrat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.processes import Processes
@@ -138,7 +138,7 @@ Metric = Callable[[Any, Any], Any]
 
 
 def score(
-    model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric], strategy: Strategy | None
+    model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric], strategy: StrategyLike | None
 ) -> dict[str, float]:
     """The mean of each metric over the rows of all batches.
 
@@ -170,7 +170,7 @@ def score(
     return {name: value / rows for name, value in zip(metrics, sums, strict=True)}
 
 
-def _over_replicas(strategy: Strategy, measured: Any) -> torch.Tensor:
+def _over_replicas(strategy: StrategyLike, measured: Any) -> torch.Tensor:
     if isinstance(measured, torch.Tensor):  # there is one replica, or only one of them had rows
         return measured
     reduced: torch.Tensor = strategy.reduce("sum", measured, axis=None)
@@ -306,7 +306,7 @@ class SidecarEvaluator:
         *,
         evaluate_fn: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None,
         metrics: Mapping[str, Metric] | None = None,
-        strategy: Strategy | None = None,
+        strategy: StrategyLike | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         name: str = "model",
         max_evaluations: int | None = None,

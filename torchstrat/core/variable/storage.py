@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from torchstrat.core import context, reduction
+from torchstrat.core import reduction
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, VariableKindError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.core.values import Mirrored, PerReplica
-
-if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
 
 
 class VariablePlacement(enum.Enum):
@@ -323,14 +320,6 @@ def same_everywhere(call: str, value: Any) -> InvalidArgumentError:
     )
 
 
-def placement_of(strategy: Strategy) -> VariablePlacement:
-    """Central storage with a single replica keeps ordinary variables."""
-    placement = strategy._variable_placement
-    if placement is VariablePlacement.CENTRAL and strategy.num_replicas_in_sync == 1:
-        return VariablePlacement.ONE
-    return placement
-
-
 def parse_aggregation(aggregation: Any, name: str) -> VariableAggregation:
     return _member("aggregation", aggregation, name, VariableAggregation.NONE, VariableAggregation.SUM)
 
@@ -382,27 +371,17 @@ def initial_tensor(value: Any, dtype: torch.dtype | None, name: str) -> torch.Te
     return to_tensor(value, dtype, "Variable")
 
 
-def spans_processes(strategy: Strategy) -> bool:
-    return len(strategy._engine.local_replicas) < strategy._engine.num_replicas
+def spans_processes(engine: ReplicaEngine) -> bool:
+    return len(engine.local_replicas) < engine.num_replicas
 
 
-def agreed_initial(strategy: Strategy, initial: torch.Tensor) -> torch.Tensor:
-    """Rank 0's first value; in a run, that of the first replica that takes part. Every process calls it."""
-    if not spans_processes(strategy):
-        return initial
-    if context.replica_of(strategy, "Variable") is None:
-        return from_first_replica(strategy, initial)
-    gathered: torch.Tensor = strategy._engine.all_gather(initial.unsqueeze(0), 0)
-    return gathered[0].detach()
-
-
-def from_first_replica(strategy: Strategy, local: torch.Tensor) -> torch.Tensor:
+def from_first_replica(engine: ReplicaEngine, local: torch.Tensor) -> torch.Tensor:
     """Replica 0's ``local`` on every process, outside of a replica's code: a sum to which the others bring zeros, so
     that each process handles one copy, not one per replica. In one process ``local`` is replica 0's already."""
-    if not spans_processes(strategy):
+    if not spans_processes(engine):
         return local
     carrier = local.to(torch.uint8) if local.dtype == torch.bool else local
-    replicas = strategy._engine.local_replicas
+    replicas = engine.local_replicas
     share = carrier if replicas[0] == 0 else torch.zeros_like(carrier)
-    total: torch.Tensor = strategy._engine.reduce(ReduceOp.SUM, PerReplica((share,), replica_ids=replicas), None)
+    total: torch.Tensor = engine.reduce(ReduceOp.SUM, PerReplica((share,), replica_ids=replicas), None)
     return total.to(local)

@@ -1,20 +1,31 @@
-"""`Variable`: state that is neither a parameter nor a buffer, kept where the strategy keeps its variables."""
+"""`Variable`: state that is neither a parameter nor a buffer, kept where the strategy keeps its variables.
+
+Assigning to it from a replica's code happens once for all replicas, as it does from everywhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from torchstrat.core import context, reduction
-from torchstrat.core.communicator import within
+from torchstrat.core.communicator import Communicator, within
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
-from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.core.errors import (
+    InvalidArgumentError,
+    ReplicaDivergenceError,
+    TorchstratError,
+    UnsupportedError,
+    WrongTypeError,
+)
 from torchstrat.core.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrat.core.values import PerReplica
-from torchstrat.core.variable.assignment import apply, updated_replica
+from torchstrat.core.values import PerReplica, select_replica
 from torchstrat.core.variable.storage import (
     Cell,
     DeclaredShape,
@@ -22,20 +33,35 @@ from torchstrat.core.variable.storage import (
     Given,
     Storage,
     VariablePlacement,
-    agreed_initial,
+    check_edit,
     check_mirrored,
+    exchange_values,
     from_first_replica,
     initial_tensor,
+    merge_values,
     parse_aggregation,
     parse_shape,
     parse_synchronization,
-    placement_of,
     spans_processes,
+    to_tensor,
 )
 from torchstrat.core.variable.tensor_like import TensorLike
 
-if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+_updated_replica: ContextVar[int | None] = ContextVar("_updated_replica", default=None)
+
+
+@contextmanager
+def updating(replica: int) -> Iterator[None]:
+    """For `StrategyExtended.update`: in this block, mirrored variables mean their component of one replica."""
+    token = _updated_replica.set(replica)
+    try:
+        yield
+    finally:
+        _updated_replica.reset(token)
+
+
+def updated_replica() -> int | None:
+    return _updated_replica.get()
 
 
 class Variable(TensorLike):
@@ -63,7 +89,7 @@ class Variable(TensorLike):
     raise `StrategyMixingError`.
     """
 
-    _strategy: Strategy
+    _strategy: StrategyLike
     _kind: VariablePlacement
     _cells: tuple[Storage, ...]
     _replicas: tuple[int, ...]  # of the cells, where mirrored; else those of this process
@@ -104,14 +130,14 @@ class Variable(TensorLike):
 
         engine = strategy._engine
         in_replica = context.replica_of(strategy, "Variable") is not None
-        if in_replica and engine.num_replicas > 1 and not spans_processes(strategy):
+        if in_replica and engine.num_replicas > 1 and not spans_processes(engine):
             made: Variable = engine.merge_call(create, (Given(initial_value),), {})
             return made
         return create(strategy, Given(initial_value))
 
     def _set_up(
         self,
-        strategy: Strategy,
+        strategy: StrategyLike,
         initial_value: Any,
         name: str | None,
         aggregation: VariableAggregation | None,
@@ -121,7 +147,7 @@ class Variable(TensorLike):
     ) -> None:
         self._strategy = strategy
         self.name = "Variable" if name is None else str(name)
-        self._kind = placement_of(strategy)
+        self._kind = _placement_of(strategy)
         self.aggregation = parse_aggregation(aggregation, self.name)
         self.synchronization = parse_synchronization(synchronization, self.name)
         mirrored = self._kind is VariablePlacement.MIRRORED
@@ -129,7 +155,7 @@ class Variable(TensorLike):
         if mirrored:
             check_mirrored(self.name, self.aggregation, self.synchronization, initial.dtype)
         with within(f"the first value of Variable {self.name!r}"):
-            initial = agreed_initial(strategy, initial)
+            initial = _agreed_initial(strategy, initial)
         self._declared = parse_shape(shape, initial)
         devices = strategy.extended._parameter_devices
         places = devices if mirrored else devices[:1]
@@ -151,7 +177,7 @@ class Variable(TensorLike):
     def _over(
         cls,
         cell: Storage,
-        strategy: Strategy,
+        strategy: StrategyLike,
         name: str,
         aggregation: VariableAggregation,
         synchronization: VariableSynchronization,
@@ -261,7 +287,7 @@ class Variable(TensorLike):
             )
         with within(f"reading Variable {self.name!r}"):
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return from_first_replica(self._strategy, self._cells[0].copy())
+                return from_first_replica(self._strategy._engine, self._cells[0].copy())
             op = ReduceOp.from_variable_aggregation(self.aggregation)
             total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
         return total.to(self._cells[0].value_device)
@@ -297,19 +323,19 @@ class Variable(TensorLike):
 
     def assign(self, value: Any) -> Variable:
         """Replace the value, which must have the variable's shape and dtype. Returns the variable (its component)."""
-        return apply(self, Edit.ASSIGN, value)
+        return _apply(self, Edit.ASSIGN, value)
 
     def assign_add(self, delta: Any) -> Variable:
         """Add ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
-        return apply(self, Edit.ADD, delta)
+        return _apply(self, Edit.ADD, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
         """Subtract ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
-        return apply(self, Edit.SUB, delta)
+        return _apply(self, Edit.SUB, delta)
 
     def scatter_add(self, sparse_delta: torch.Tensor) -> Variable:
         """Add a sparse COO tensor of the variable's shape; repeated indices add up. Returns the variable."""
-        return apply(self, Edit.SCATTER_ADD, sparse_delta)
+        return _apply(self, Edit.SCATTER_ADD, sparse_delta)
 
     def __repr__(self) -> str:
         try:
@@ -323,6 +349,142 @@ class Variable(TensorLike):
         return f"<Variable {self.name!r} {facts} on {', '.join(cell.device for cell in self._cells)}: {shown}>"
 
 
+def _placement_of(strategy: StrategyLike) -> VariablePlacement:
+    """Central storage with a single replica keeps ordinary variables."""
+    placement = strategy._variable_placement
+    if placement is VariablePlacement.CENTRAL and strategy.num_replicas_in_sync == 1:
+        return VariablePlacement.ONE
+    return placement
+
+
+def _agreed_initial(strategy: StrategyLike, initial: torch.Tensor) -> torch.Tensor:
+    """Rank 0's first value; in a run, that of the first replica that takes part. Every process calls it."""
+    engine = strategy._engine
+    if not spans_processes(engine):
+        return initial
+    if context.replica_of(strategy, "Variable") is None:
+        return from_first_replica(engine, initial)
+    gathered: torch.Tensor = engine.all_gather(initial.unsqueeze(0), 0)
+    return gathered[0].detach()
+
+
 def _local_copy(cell: Storage) -> Cell:
     """Of a component that another process keeps: on the CPU of this one."""
     return cell.__deepcopy__({}) if isinstance(cell, Cell) else Cell(cell.lend(), "cpu:0")
+
+
+# -- assigning -------------------------------------------------------------------------------------------------------
+
+
+def _apply(variable: Variable, edit: Edit, value: Any) -> Variable:
+    """Make one assignment; what the method that the user called returns."""
+    if variable._kind is VariablePlacement.ONE:
+        if isinstance(value, PerReplica):
+            raise WrongTypeError(
+                f"{edit.value} got a PerReplica value for a variable with one component; open it with "
+                "strategy.local_results, or combine it with strategy.reduce, first."
+            )
+        _write(variable, variable._cells, edit, to_tensor(value, variable.dtype, edit.value))
+        return variable
+    replica = context.replica_of(variable._strategy, edit.value)
+    if replica is None:
+        return _across(variable, edit, value)
+    return _in_replica(variable, edit, select_replica(replica, value), replica)
+
+
+def _write(variable: Variable, cells: Sequence[Storage], edit: Edit, value: torch.Tensor) -> None:
+    for cell in cells:
+        check_edit(edit, value, cell.shape, variable._declared)
+    for cell in cells:
+        cell.write(edit, value)
+
+
+# -- in cross-replica context ---------------------------------------------------------------------------------------
+
+
+def _across(variable: Variable, edit: Edit, value: Any) -> Variable:
+    """As it is: a `PerReplica` value gives each component its own, and a single one the first replica's."""
+    only = updated_replica()
+    if not variable._components:
+        if isinstance(value, PerReplica):
+            with within(f"{edit.value} of Variable {variable.name!r}"):
+                value = from_first_replica(
+                    variable._strategy._engine, to_tensor(value.values[0], variable.dtype, edit.value)
+                )
+        _write(variable, variable._cells, edit, to_tensor(value, variable.dtype, edit.value))
+        return variable
+    if only is None and variable._is_on_read and variable.aggregation is VariableAggregation.SUM:
+        value = _share_of_sum(variable, edit, value)
+    for replica, component in zip(variable._replicas, variable._components, strict=True):
+        if only in (None, replica):
+            _apply(component, edit, select_replica(replica, value))
+    return variable
+
+
+def _share_of_sum(variable: Variable, edit: Edit, value: Any) -> Any:
+    """What each component has to hold so that their sum is ``value``."""
+    if edit is not Edit.ASSIGN:
+        raise InvalidArgumentError(
+            f"{edit.value} outside of run on the ON_READ variable {variable.name!r} with aggregation SUM: its "
+            "components add up, and it is not clear which is to change. Use assign, or do it in a replica."
+        )
+    if isinstance(value, PerReplica):
+        return value
+    share = to_tensor(value, variable.dtype, edit.value) / variable._strategy.num_replicas_in_sync
+    return share.to(variable.dtype)
+
+
+# -- in a replica's code --------------------------------------------------------------------------------------------
+
+
+def _in_replica(variable: Variable, edit: Edit, value: Any, replica: int) -> Variable:
+    if variable._components and (variable._is_on_read or variable.aggregation is VariableAggregation.NONE):
+        return _apply(variable._components[variable._replicas.index(replica)], edit, value)
+    if variable.aggregation is VariableAggregation.NONE:
+        raise InvalidArgumentError(
+            f"{edit.value} in a replica on Variable {variable.name!r}, which has aggregation NONE: "
+            f"{variable._strategy.num_replicas_in_sync} replicas would each assign to the one copy. Create it with "
+            "aggregation=ts.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign outside of run."
+        )
+    engine = variable._strategy._engine
+    if not spans_processes(engine):
+        merged: Variable = engine.merge_call(_merge, (variable, edit, Given(value)), {})
+        return merged
+    where = torch_device(engine.device_of_replica(replica))
+    with within(f"{edit.value} of Variable {variable.name!r}"):
+        total = exchange_values(engine, variable.aggregation, edit, value, variable.dtype, where)
+    _write(variable, variable._cells, edit, total)
+    return variable._components[0] if variable._components else variable
+
+
+def _merge(strategy: Any, variable: Any, edit: Any, given: Any) -> Any:
+    """All replicas of this process assign to one variable: combine their values, write once."""
+    if isinstance(variable, PerReplica) or isinstance(edit, PerReplica):
+        raise ReplicaDivergenceError(
+            "the replicas assigned to different variables, or in different ways, in one place of the step: "
+            f"{variable!r:.200}, {edit!r:.200}. Every replica has to make the same assignments in the same order."
+        )
+    values = [one.value for one in given.values] if isinstance(given, PerReplica) else [given.value]
+    total = merge_values(variable.aggregation, edit, values, variable.dtype)
+    _write(variable, variable._cells, edit, total)
+    if not variable._components:
+        return variable
+    return PerReplica(variable._components, replica_ids=variable._replicas)
+
+
+# -- replicas that sat a run out ------------------------------------------------------------------------------------
+
+
+def hand_over(communicator: Communicator, variables: Mapping[int, Variable], source: int) -> None:
+    """After a run in which some processes had nothing to do: rank ``source``'s values for all variables that are to be
+    equal everywhere. ``variables`` have the same number on all processes; one may have dropped some already."""
+    shared = {
+        number: variable._cells[0]
+        for number, variable in variables.items()
+        if not variable._is_on_read and variable.aggregation is not VariableAggregation.NONE
+    }
+    values = {number: cell.copy() for number, cell in shared.items()} if communicator.rank == source else None
+    call = "the end of a run (handing its variables to replicas without rows)"
+    for number, value in communicator.broadcast_object(values, source, call).items():
+        if communicator.rank != source and number in shared:
+            shared[number].write(Edit.ASSIGN, value)

@@ -40,6 +40,7 @@ from torchstrat.parameter_server.serialization.path_errors import (
     training_state_refusal,
     why_not,
 )
+from torchstrat.sharding.annotations import LogicalDeviceMethods
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.serialization.closure_walk import Look
@@ -128,9 +129,7 @@ class Outgoing:
         return ("made", *found) if found is not None else None
 
     def _mixes(self, value: Any) -> str | None:
-        from torchstrat.strategies.strategy import Strategy
-
-        if isinstance(value, Strategy):
+        if isinstance(value, LogicalDeviceMethods):  # as every strategy is
             return "it is another strategy than the one that schedules the function."
         return None
 

@@ -34,7 +34,7 @@ from torchstrat.core.optimizers import wrapped_among
 from torchstrat.core.randomness import ReplicaStreams
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
-from torchstrat.core.variable.assignment import hand_over
+from torchstrat.core.variable.variable import hand_over
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.abilities import SumsInPlace
 from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal

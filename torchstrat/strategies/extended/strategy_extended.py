@@ -23,9 +23,8 @@ from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import Mirrored, PerReplica, local_results, require_callable, select_replica
-from torchstrat.core.variable.assignment import updating
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.variable import Variable, updating
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.per_process.drift import PeriodicChecks
 from torchstrat.strategies.extended import destinations as placing
@@ -72,7 +71,7 @@ def _once(
         if not isinstance(leaf, PerReplica | Mirrored):
             return leaf
         value = leaf.values[0]
-        return from_first_replica(strategy, value) if central and isinstance(value, torch.Tensor) else value
+        return from_first_replica(strategy._engine, value) if central and isinstance(value, torch.Tensor) else value
 
     with enter_cross(strategy):
         result = fn(*nest.map_structure(first, list(args)), **nest.map_structure(first, kwargs))
@@ -134,7 +133,6 @@ class StrategyExtended:
         self._worker_devices = worker_devices
         self._parameter_devices = parameter_devices
         self._cluster_resolver = cluster_resolver
-        self._default_replica_context: context.ReplicaContext | None = None  # set by the default strategy
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._variable_numbers = itertools.count()
         self._periodic_checks = PeriodicChecks.from_environment()
