@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.ps_worlds import Job
 from torchstrat.errors import FunctionError
-from torchstrat.parameter_server.serialization.functions import Packed, unpack
+from torchstrat.parameter_server.serialization.functions import unpack
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 
 LIBRARY = """
 import dataclasses

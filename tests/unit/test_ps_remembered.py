@@ -17,8 +17,8 @@ import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules
 from tests.support.ps_worlds import Job
 from torchstrat.errors import NotSendableError
-from torchstrat.parameter_server.serialization.functions import Packed, pack, unpack
-from torchstrat.parameter_server.serialization.pack_cache import Remembered
+from torchstrat.parameter_server.serialization.functions import pack, unpack
+from torchstrat.parameter_server.serialization.pack_cache import Packed, Remembered
 from torchstrat.testing.fake_cluster import FakeCluster
 
 

@@ -182,7 +182,7 @@ class Checkpoint:
             ContextError: called within a replica, or in a scheduled function.
         """
         self._require_outside("restore")
-        from torchstrat.checkpoint.items import make_items
+        from torchstrat.checkpoint.optimizer_item import make_items
         from torchstrat.checkpoint.processes import all_processes
         from torchstrat.checkpoint.selection import Selection
         from torchstrat.checkpoint.writing import turns

@@ -434,28 +434,3 @@ class StatefulItem:
             self._value.load_state_dict(restructured(values[-1], state) if there else state)
 
         return Reads(wants, put)
-
-
-def make_items(objects: Mapping[str, Any], servers: Servers | None) -> list[Item]:
-    """Raises `InvalidArgumentError` for an object that has no state to save."""
-    from torchstrat.checkpoint.optimizer_item import OptimizerItem
-
-    tensors: dict[str, TensorsItem] = {}
-    for name, value in objects.items():
-        if isinstance(value, nn.Module | Variable | torch.Tensor):
-            tensors[name] = TensorsItem(name, value, servers)
-    items: list[Item] = []
-    for name, value in objects.items():
-        if name in tensors:
-            items.append(tensors[name])
-        elif isinstance(value, torch.optim.Optimizer):
-            items.append(OptimizerItem(name, value, list(tensors.values()), servers))
-        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            items.append(StatefulItem(name, value))
-        else:
-            raise InvalidArgumentError(
-                f"Checkpoint({name}=…) got {type(value).__name__} {value!r:.80}. It takes modules, optimizers, "
-                "ts.Variable, ts.ShardedVariable, tensors, and objects with state_dict() and load_state_dict(). Make a "
-                "number a tensor or a ts.Variable, and keep its object: it is restored in place."
-            )
-    return items

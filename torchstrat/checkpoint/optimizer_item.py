@@ -12,13 +12,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.checkpoint.items import Reads, TensorsItem, Want, Writes
+from torchstrat.checkpoint.items import Item, Reads, StatefulItem, TensorsItem, Want, Writes
 from torchstrat.checkpoint.pieces import KeyPath, Piece, goes_by_rows, is_block, key_of
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, Servers
 from torchstrat.core import _torch_private
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.optimizers import is_listed, kind_of
+from torchstrat.core.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
@@ -312,3 +315,26 @@ def _named(
 
 def _shown(names: Sequence[str]) -> str:
     return f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''} ({len(names)})"
+
+
+def make_items(objects: Mapping[str, Any], servers: Servers | None) -> list[Item]:
+    """Raises `InvalidArgumentError` for an object that has no state to save."""
+    tensors: dict[str, TensorsItem] = {}
+    for name, value in objects.items():
+        if isinstance(value, nn.Module | Variable | torch.Tensor):
+            tensors[name] = TensorsItem(name, value, servers)
+    items: list[Item] = []
+    for name, value in objects.items():
+        if name in tensors:
+            items.append(tensors[name])
+        elif isinstance(value, Optimizer):
+            items.append(OptimizerItem(name, value, list(tensors.values()), servers))
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            items.append(StatefulItem(name, value))
+        else:
+            raise InvalidArgumentError(
+                f"Checkpoint({name}=…) got {type(value).__name__} {value!r:.80}. It takes modules, optimizers, "
+                "ts.Variable, ts.ShardedVariable, tensors, and objects with state_dict() and load_state_dict(). Make a "
+                "number a tensor or a ts.Variable, and keep its object: it is restored in place."
+            )
+    return items

@@ -41,7 +41,7 @@ from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, unmoved
-from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files
+from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files, set_loader_source
 from torchstrat.data.streams import Step
 
 
@@ -312,6 +312,9 @@ class LoaderSource(Source):
         batching |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         other = _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)
         return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
+
+
+set_loader_source(LoaderSource)
 
 
 def _step_of(batch: SplitBatch) -> Step:

@@ -476,6 +476,15 @@ class _Files:
         return iter(self._dataset.open(self._files))
 
 
+_of_loader: Callable[[Any], Source]
+
+
+def set_loader_source(kind: Callable[[Any], Source]) -> None:
+    """What `make_source` makes of a `DataLoader`, whose own batches need sources of what it reads."""
+    global _of_loader
+    _of_loader = kind
+
+
 def make_source(dataset: Any) -> Source:
     """The source of whatever may be given as a dataset.
 
@@ -483,14 +492,12 @@ def make_source(dataset: Any) -> Source:
         InvalidArgumentError: None.
         WrongTypeError: an object that is no dataset.
     """
-    from torchstrat.data.loader import LoaderSource
-
     if dataset is None:
         raise InvalidArgumentError(
             "the dataset is None; give a DataLoader, a Dataset, arrays or an iterable of batches."
         )
     if isinstance(dataset, DataLoader) and iterates_as_torch_does(dataset):
-        return LoaderSource(dataset)
+        return _of_loader(dataset)
     if isinstance(dataset, Pipeline):
         return PipelineSource(dataset)
     if reads_files(dataset):

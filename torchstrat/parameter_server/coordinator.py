@@ -6,13 +6,14 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
 from numpy.typing import NDArray
 
 from torchstrat.checkpoint.remote import connected
 from torchstrat.core import nest
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import (
     CancelledByServerLossError,
     CommunicationTimeoutError,
@@ -41,8 +42,8 @@ from torchstrat.parameter_server.remote_value import (
     require_builder,
 )
 from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
-from torchstrat.parameter_server.serialization.functions import Packed, pack, simple_arguments, unpack_result
-from torchstrat.parameter_server.serialization.pack_cache import Remembered
+from torchstrat.parameter_server.serialization.functions import pack, simple_arguments, unpack_result
+from torchstrat.parameter_server.serialization.pack_cache import Packed, Remembered
 from torchstrat.parameter_server.serialization.plain import ATOMS
 from torchstrat.parameter_server.server_loss import (
     RESTORE,
@@ -60,7 +61,7 @@ from torchstrat.parameter_server.worker_sessions import release
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
-    from torchstrat.strategies.parameter_server import ParameterServerStrategy
+    from torchstrat.parameter_server.job import Job
 
 QUEUE_SIZE = 262_144
 
@@ -70,6 +71,17 @@ _Limits = tuple[int | None, float | None]
 _USUAL_LIMITS: _Limits = MAX_ATTEMPTS, None
 
 T = TypeVar("T")
+
+
+class CoordinatedStrategy(StrategyLike, Protocol):
+    """A `ParameterServerStrategy`, as its coordinator knows it."""
+
+    @property
+    def _job(self) -> Job: ...
+    @property
+    def _on_server_loss(self) -> str: ...
+    def _capture(self, fn: Callable[..., Any], arguments: Any) -> None: ...
+    def _coordinate(self, make: Callable[[], ClusterCoordinator]) -> ClusterCoordinator: ...
 
 
 @short_tracebacks
@@ -88,19 +100,17 @@ class ClusterCoordinator:
     Raises `WrongTypeError` for another strategy, `CommunicationTimeoutError` if the servers cannot be found in time.
     """
 
-    strategy: ParameterServerStrategy
+    strategy: CoordinatedStrategy
 
-    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
-        from torchstrat.strategies.parameter_server import ParameterServerStrategy
-
-        if not isinstance(strategy, ParameterServerStrategy):
+    def __new__(cls, strategy: CoordinatedStrategy) -> ClusterCoordinator:
+        if isinstance(strategy, type) or not hasattr(strategy, "_coordinate"):
             raise WrongTypeError(
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r:.80}. Other strategies run "
                 "functions themselves: call strategy.run."
             )
         return strategy._coordinate(lambda: object.__new__(cls)._set_up(strategy))
 
-    def _set_up(self, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+    def _set_up(self, strategy: CoordinatedStrategy) -> ClusterCoordinator:
         self.strategy = strategy
         self._job = job = strategy._job
         self._resources = ResourceTable()
@@ -115,7 +125,7 @@ class ClusterCoordinator:
         self._where = self._dispatcher.where  # one for all results
         self._on_server_loss: OnServerLoss = FromNowhere() if strategy._on_server_loss == RESTORE else RaiseLoss()
         job.cache.functions = self._dispatcher
-        job.attempt = self._attempt
+        job.servers.attempt = self._attempt
         job.on_server_lost = self._dispatcher.servers_lost
         job.on_worker_lost = self._dispatcher.worker_lost
         job.on_worker_leaves = self._dispatcher.worker_leaves
@@ -388,7 +398,7 @@ class ClusterCoordinator:
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         number = self._resources.next_number()
         spec = ResourceSpec(number, f"the per-worker dataset {name}", self._pack_builder(dataset_fn, "dataset_fn"))
-        made: PerWorkerDataset = self._resources.add(PerWorkerDataset(self, spec, dataset_fn))
+        made: PerWorkerDataset = self._resources.add(PerWorkerDataset(self._resources, spec, dataset_fn))
         return made
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
@@ -399,7 +409,7 @@ class ClusterCoordinator:
         spec = ResourceSpec(
             self._resources.next_number(), f"the per-worker resource {name}", self._pack_builder(fn, "fn")
         )
-        made: PerWorkerValues = self._resources.add(PerWorkerValues(self, spec))
+        made: PerWorkerValues = self._resources.add(PerWorkerValues(self._resources, spec))
         return made
 
     def create_leased_dataset(
@@ -447,7 +457,8 @@ class ClusterCoordinator:
         name = f"the leased dataset {_name_of(dataset_fn)}"
         self.strategy._capture(make_dataset, (collate_fn,))
         packed = self._pack_builder(builder, "create_leased_dataset")
-        reader = self._resources.add(PerWorkerValues(self, ResourceSpec(self._resources.next_number(), name, packed)))
+        table = self._resources
+        reader = table.add(PerWorkerValues(table, ResourceSpec(table.next_number(), name, packed)))
         return LeasedDataset(
             self, reader, builder.rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
         )
@@ -465,14 +476,14 @@ class ClusterCoordinator:
         """
         self._job.commit()
         with self._dispatcher.unfinished() as works:
-            release(objects, self._job, self.strategy._engine.registry, works)
+            release(objects, self._job, self._job.registry, works)
 
     def _is_idle(self) -> bool:
         return self._dispatcher.is_idle
 
     def _pack_builder(self, fn: Callable[[], Any], what: str) -> Any:
         self.strategy._capture(fn, ())
-        self._job.asking(self._job.commit)
+        self._job.servers.asking(self._job.commit)
         return pack(fn, self._job.catalog, what=what)
 
     def get_current_worker_index(self) -> int:

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,8 +72,6 @@ functions that push nothing, and the length of its queue, with room to spare."""
 _SIGN_OF_LIFE_SECONDS = 5.0  # within which a server that a worker cannot reach has to answer the coordinator
 _MOST_CUT_OFF = 3
 
-_Answer = TypeVar("_Answer")
-
 
 class Job:
     """One strategy's variables on one cluster's servers. Methods are for the coordinator's own thread, but for the
@@ -108,8 +106,6 @@ class Job:
         self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
-        # `OnServerLoss.attempt`
-        self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
         self.is_open = True
         self.registry = registry
         self._structure = ModuleStructure()
@@ -118,7 +114,8 @@ class Job:
         """Of the program, at the end of its last scope; random numbers of functions come from it."""
         self.functions_elsewhere = 0
         """What to add to a function's number for its place in the training, which a restored checkpoint began."""
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        """How long to wait for servers, and for their answers."""
         self._lock = threading.Lock()
         self._joined: dict[int, Peer] = {}
         self._in_use: dict[int, Peer] = {}
@@ -137,16 +134,6 @@ class Job:
 
     # -- the cluster ------------------------------------------------------------------------------------------------
 
-    def asking(self, call: Callable[[], _Answer]) -> _Answer:
-        """``call()``, once more where servers had to be restored before or in it; it has to be one that may be
-        repeated."""
-        answer: _Answer = self.attempt(call, lambda: self.asking(call))
-        return answer
-
-    def telling(self, call: Callable[[], None]) -> None:
-        """``call()``, which changes what servers hold; nothing where they had to be restored before or in it."""
-        self.attempt(call, lambda: None)
-
     def seed_of(self, function: int) -> int:
         """Of the random state that a function runs with, wherever and however often it runs."""
         return hash((self.seed, function + self.functions_elsewhere)) & 0xFFFF_FFFF_FFFF
@@ -157,7 +144,7 @@ class Job:
         self.endpoint.serve({"coordinator.worker_leaves": leaves, "coordinator.outcomes": outcomes})
         self.membership.start(self._process_joined, self._process_lost)
         with waiting.shown("waiting for the parameter servers"):
-            self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
+            self.membership.wait_for(self._server_tasks(), self.timeout_seconds)
         self._use_joined_servers()
         if self._takes_over:
             self._retire_earlier_functions()
@@ -178,7 +165,7 @@ class Job:
         """Wait until every server is there, and use the processes that they are now; those that were started again hold
         nothing. Returns which ones were. Raises `CommunicationTimeoutError` naming those that are missing."""
         before = self.server_peers()
-        until = time.monotonic() + self._timeout_seconds
+        until = time.monotonic() + self.timeout_seconds
         while True:
             with waiting.shown("waiting for parameter servers that were lost"):
                 self.membership.wait_for(self._server_tasks(), max(until - time.monotonic(), 0.0))
@@ -197,11 +184,6 @@ class Job:
         """Which of the servers in use are gone."""
         with self._lock:
             return sorted(self._lost_servers)
-
-    @property
-    def timeout_seconds(self) -> float:
-        """How long to wait for servers, and for their answers."""
-        return self._timeout_seconds
 
     def _use_joined_servers(self) -> None:
         with self._lock:

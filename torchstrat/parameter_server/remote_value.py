@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import misfit
 from torchstrat.data import spec
 from torchstrat.parameter_server.dispatch import ResourceSpec
-
-if TYPE_CHECKING:
-    from torchstrat.parameter_server.coordinator import ClusterCoordinator
 
 _making_event = threading.Lock()
 
@@ -139,8 +136,8 @@ class PerWorkerValues:
     """Something that every worker builds for itself, when a function that uses it first runs there; again after a
     worker was lost and started anew. Pass it to `ClusterCoordinator.schedule`, or let the function close over it."""
 
-    def __init__(self, coordinator: ClusterCoordinator, resource: ResourceSpec) -> None:
-        self._coordinator = coordinator
+    def __init__(self, table: ResourceTable, resource: ResourceSpec) -> None:
+        self._table = table
         self._resource = resource
 
     @property
@@ -157,17 +154,15 @@ class PerWorkerValues:
 class PerWorkerDataset(PerWorkerValues):
     """A dataset of which every worker reads its own full copy. `iter` starts a new pass on all workers."""
 
-    def __init__(self, coordinator: ClusterCoordinator, resource: ResourceSpec, make: Callable[[], Any]) -> None:
-        super().__init__(coordinator, resource)
+    def __init__(self, table: ResourceTable, resource: ResourceSpec, make: Callable[[], Any]) -> None:
+        super().__init__(table, resource)
         self._make = make
 
     def __iter__(self) -> PerWorkerIterator:
-        number = self._coordinator._resources.next_number()
+        number = self._table.next_number()
         what = f"an iterator over {self._resource.what}"
         spec_of_iterator = ResourceSpec(number, what, source=self._resource.number)
-        made: PerWorkerIterator = self._coordinator._resources.add(
-            PerWorkerIterator(self._coordinator, spec_of_iterator, self)
-        )
+        made: PerWorkerIterator = self._table.add(PerWorkerIterator(self._table, spec_of_iterator, self))
         return made
 
     @property
@@ -182,8 +177,8 @@ class PerWorkerDataset(PerWorkerValues):
 class PerWorkerIterator(PerWorkerValues):
     """One pass over a `PerWorkerDataset` on every worker. Call ``next`` on it inside a scheduled function."""
 
-    def __init__(self, coordinator: ClusterCoordinator, resource: ResourceSpec, dataset: PerWorkerDataset) -> None:
-        super().__init__(coordinator, resource)
+    def __init__(self, table: ResourceTable, resource: ResourceSpec, dataset: PerWorkerDataset) -> None:
+        super().__init__(table, resource)
         self._dataset = dataset
 
     @property

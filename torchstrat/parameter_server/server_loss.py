@@ -234,13 +234,13 @@ class CoordinatorAccess:
         self._job = job
 
     def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        return self._job.asking(lambda: self._job.access.read(specs))
+        return self._job.servers.asking(lambda: self._job.access.read(specs))
 
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        return self._job.asking(lambda: self._job.access.read_rows(spec, ids))
+        return self._job.servers.asking(lambda: self._job.access.read_rows(spec, ids))
 
     def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        self._job.telling(lambda: self._job.access.edit(spec, op, value, rows))
+        self._job.servers.telling(lambda: self._job.access.edit(spec, op, value, rows))
 
 
 def require_kinds(manager: object, checkpoint: object) -> None:
@@ -259,7 +259,7 @@ def require_complete(checkpoint: Checkpoint, job: Job, servers: Servers) -> None
 
     Raises `InvalidArgumentError` naming what is not.
     """
-    from torchstrat.checkpoint.items import make_items
+    from torchstrat.checkpoint.optimizer_item import make_items
 
     job.commit()
     items = make_items(checkpoint._objects, servers)

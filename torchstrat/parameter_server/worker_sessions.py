@@ -53,7 +53,8 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerLeaves,
     WorkerLost,
 )
-from torchstrat.parameter_server.serialization.functions import Packed, unpack_exception
+from torchstrat.parameter_server.serialization.functions import unpack_exception
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.transport.requests import pack
 
 

@@ -34,6 +34,7 @@ from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+from torchstrat.parameter_server.worker import executor
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.extended.destinations import join_places
@@ -326,12 +327,12 @@ class ParameterServerStrategy(Strategy):
             self._job.pull(modules)
 
         if not self._is_worker:
-            self._job.asking(pull)
+            self._job.servers.asking(pull)
 
     def _grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> None:
         from torchstrat.parameter_server.variables.coordinator_state import grow
 
-        self._job.asking(lambda: grow(self._job, self._engine.registry, weight, rows, init))
+        self._job.servers.asking(lambda: grow(self._job, self._engine.registry, weight, rows, init))
 
     # -- variables --------------------------------------------------------------------------------------------------
 
@@ -484,6 +485,9 @@ class ParameterServerStrategy(Strategy):
         yield "communication", self._communication
         if self._closed:
             yield "state", "closed"
+
+
+executor.make_strategy = ParameterServerStrategy._on_worker
 
 
 class _ForWorkers:

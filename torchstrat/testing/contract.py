@@ -11,7 +11,6 @@ The cases are in ``cases_*.py``, the strategies in `IN_PROCESS` and `TORCHRUN`; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,7 +26,7 @@ from torchstrat.testing import (
     cases_optimizers,
     cases_steps,
 )
-from torchstrat.testing.training import Case, Snapshot, Training, named_losses, read, reference, step_for
+from torchstrat.testing.training import Case, Snapshot, reference, run_case
 
 __all__ = [
     "APART",
@@ -132,44 +131,6 @@ def run_row(case: Case, row: Row, timeout: timedelta = timedelta(seconds=60)) ->
         return run_case(case, strategy)
     finally:
         strategy.close()
-
-
-def run_case(case: Case, strategy: Any) -> Snapshot:
-    """Train under ``strategy`` and read everything the case watches, outside of `run` and on each local replica.
-
-    What replica ``i`` sees has ``" on replica i"`` behind its name. Collective where the strategy is.
-    """
-    with case.conditions():
-        with strategy.scope():
-            training = case.build()
-        losses: list[torch.Tensor] = []
-        for index, batch in enumerate(strategy.distribute_dataset(case.batches())):
-            training.before(index)
-            with _synchronization(training, index, strategy):
-                result = strategy.run(step_for(training, index), args=(batch,))
-            loss = strategy.reduce("mean", result, axis=0)
-            training.after(index, loss)
-            losses.append(loss)
-        snapshot = {**named_losses(losses), **read(training.watch)}
-        return snapshot | _seen_by_replicas(training, strategy)
-
-
-def _synchronization(training: Training, index: int, strategy: Any) -> Any:
-    return strategy.no_sync() if training.no_sync and index in training.accumulate_on else nullcontext()
-
-
-def _seen_by_replicas(training: Training, strategy: Any) -> Snapshot:
-    import torchstrat as ts
-
-    def look() -> tuple[torch.Tensor, Snapshot]:
-        context = ts.get_replica_context()
-        assert context is not None
-        return torch.as_tensor(context.replica_id_in_sync_group), read(training.watch)
-
-    seen: Snapshot = {}
-    for replica_id, numbers in strategy.local_results(strategy.run(look)):
-        seen.update({f"{name} on replica {int(replica_id)}": number for name, number in numbers.items()})
-    return seen
 
 
 def check(case: Case, snapshot: Snapshot, expected: Snapshot | None) -> None:

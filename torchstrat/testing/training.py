@@ -1,8 +1,8 @@
 """What one training case is: a user's script, taken apart so that any strategy, or none, can run it.
 
 A case is written as its user would write it: `Case.build` makes model, optimizer and helpers and returns a `Training`
-whose ``step`` is plain single-device PyTorch that closes over them. `torchstrat.testing.contract` runs it under a
-strategy, `one_device` and its like as a plain loop, and both read the same named numbers off it.
+whose ``step`` is plain single-device PyTorch that closes over them. `run_case` runs it under a strategy, `one_device`
+and its like as a plain loop, and both read the same named numbers off it.
 
 `one_device` is the yardstick of nearly all cases and uses nothing of torchstrat but what a step itself calls, which
 outside of any strategy is the identity. The exceptions are below it.
@@ -14,7 +14,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -287,12 +287,49 @@ def no_numbers(case: Case, replicas: int) -> None:
     """For what differs between replicas by design until it is applied: all of them have to agree afterwards."""
 
 
+def run_case(case: Case, strategy: Any) -> Snapshot:
+    """Train under ``strategy`` and read everything the case watches, outside of `run` and on each local replica.
+
+    What replica ``i`` sees has ``" on replica i"`` behind its name. Collective where the strategy is.
+    """
+    with case.conditions():
+        with strategy.scope():
+            training = case.build()
+        losses: list[torch.Tensor] = []
+        for index, batch in enumerate(strategy.distribute_dataset(case.batches())):
+            training.before(index)
+            with _synchronization(training, index, strategy):
+                result = strategy.run(step_for(training, index), args=(batch,))
+            loss = strategy.reduce("mean", result, axis=0)
+            training.after(index, loss)
+            losses.append(loss)
+        snapshot = {**named_losses(losses), **read(training.watch)}
+        return snapshot | _seen_by_replicas(training, strategy)
+
+
+def _synchronization(training: Training, index: int, strategy: Any) -> Any:
+    return strategy.no_sync() if training.no_sync and index in training.accumulate_on else nullcontext()
+
+
+def _seen_by_replicas(training: Training, strategy: Any) -> Snapshot:
+    import torchstrat as ts
+
+    def look() -> tuple[torch.Tensor, Snapshot]:
+        context = ts.get_replica_context()
+        assert context is not None
+        return torch.as_tensor(context.replica_id_in_sync_group), read(training.watch)
+
+    seen: Snapshot = {}
+    for replica_id, numbers in strategy.local_results(strategy.run(look)):
+        seen.update({f"{name} on replica {int(replica_id)}": number for name, number in numbers.items()})
+    return seen
+
+
 def in_process_replicas(case: Case, replicas: int) -> Snapshot:
     """For what draws random numbers: one process with as many replicas is what every launch has to equal."""
     if replicas == 1:
         return one_device(case, replicas)
     import torchstrat as ts
-    from torchstrat.testing.contract import run_case
 
     strategy = ts.MirroredStrategy(devices=[f"cpu:{index}" for index in range(replicas)])
     try:

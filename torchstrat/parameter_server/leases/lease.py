@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -16,8 +16,17 @@ from torchstrat.parameter_server.leases.epoch import Epoch, Positions, RowNumber
 from torchstrat.parameter_server.serialization.path_errors import Refused
 from torchstrat.parameter_server.worker.executor import current_worker_index
 
-if TYPE_CHECKING:
-    from torchstrat.parameter_server.leases.dataset import LeasedDataset
+
+class _Owner(Protocol):
+    """Of the `LeasedDataset` that hands a lease out."""
+
+    @property
+    def _epoch(self) -> Epoch: ...
+    @property
+    def _lock(self) -> AbstractContextManager[Any]: ...
+    @property
+    def _reader(self) -> Any: ...
+    def _will_not_come_again(self, epoch: Epoch, positions: Positions) -> None: ...
 
 
 class Lease:
@@ -30,7 +39,7 @@ class Lease:
 
     __slots__ = ("_epoch", "_function", "_owner", "_sent", "number", "positions", "rows")
 
-    def __init__(self, owner: LeasedDataset, epoch: Epoch, number: int, positions: Positions, rows: RowNumbers) -> None:
+    def __init__(self, owner: _Owner, epoch: Epoch, number: int, positions: Positions, rows: RowNumbers) -> None:
         self.number = number
         """Counted from 0 over the whole job."""
         self.positions = positions

@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -44,13 +44,19 @@ from torchstrat.sharding.annotations import LogicalDeviceMethods
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.serialization.closure_walk import Look
-    from torchstrat.parameter_server.serialization.object_table import World
 
 Token = tuple[Any, ...]
 """What a captured object is called between processes: a small tuple of strings and numbers."""
 
-Recipe = Callable[["World"], Any]
-"""Builds a worker's object, in that worker's world."""
+
+class Objects(Protocol):
+    """Those of a worker; see `World`."""
+
+    def resolve(self, token: Token) -> Any: ...
+
+
+Recipe = Callable[[Objects], Any]
+"""Builds a worker's object, from others that are there."""
 
 _NEVER_CAPTURED = frozenset({types.FunctionType, types.ModuleType, types.CellType, types.MethodType, type})
 

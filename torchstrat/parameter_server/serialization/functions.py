@@ -16,15 +16,12 @@ An exception that a function raised comes back as itself: its class, its argumen
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import pickle
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,14 +30,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core.errors import FunctionError, NotSendableError
-from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.core.tracebacks import shorten
 from torchstrat.core.variable.tensor_like import TensorLike
 from torchstrat.parameter_server.dispatch import Raised
 from torchstrat.parameter_server.serialization import plain
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, Token, culprit_of
 from torchstrat.parameter_server.serialization.object_table import World
-from torchstrat.parameter_server.serialization.pack_cache import Remembered
+from torchstrat.parameter_server.serialization.pack_cache import Packed, Remembered
 from torchstrat.parameter_server.serialization.path_errors import (
     Refused,
     name_of,
@@ -53,41 +49,6 @@ from torchstrat.parameter_server.serialization.plain import ATOMS, is_dense, is_
 
 LARGE_BYTES = 64 * 2**20
 """More data than this in a closure is worth a warning: it travels to every worker."""
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """Something on its way: ``blob``, a pickle, and ``tensors`` beside it, contiguous and on the CPU.
-
-    The last ``buffers`` of the tensors are bytes of arrays. ``tokens``: the captured objects that it refers to;
-    ``alive`` holds these, so that they exist as long as it may still be sent, and does not travel itself.
-    """
-
-    blob: bytes = field(repr=False)
-    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    buffers: int = 0
-    tokens: frozenset[Token] = frozenset()
-    what: str = "the function"
-    alive: tuple[Any, ...] = field(default=(), repr=False)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """16 bytes that are equal for equal contents only, tensors included: a name for what a worker already has.
-
-        Reads all the tensors, about 1 ms per MiB; without tensors some microseconds.
-        """
-        digest = hashlib.blake2b(self.blob, digest_size=16)
-        for tensor in self.tensors:
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(bytes_of(tensor.contiguous()).numpy().data)
-        return digest.digest()
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.blob) + sum(tensor.nbytes for tensor in self.tensors)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "alive": ()}
 
 
 def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered | None = None) -> Packed:

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,22 +24,41 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import InitialOp, NewRows, RepeatedOps, StateOfShard, VariableSpec
+from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.variables.cached_parameter import Moment
+from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.deferred_init import recipe_by, recipe_of_more
-from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
+from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import seed_of_variable
-from torchstrat.parameter_server.variables.remote_access import VariableEdit
+from torchstrat.parameter_server.variables.program_state import CapturedVariables
+from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess, VariableEdit
 from torchstrat.parameter_server.waiting import held_back
 
-if TYPE_CHECKING:
-    from torchstrat.parameter_server.job import Job
+
+class _Job(Protocol):
+    """Of a `Job`, whose state this is."""
+
+    access: VariableAccess
+    cache: CoordinatorCache
+    catalog: Catalog
+    kinds: Kinds
+    left_gradients: Callable[[Sequence[int]], set[int]]
+    seed: int
+    servers: ServerGroup
+    variables: CapturedVariables
+
+    def commit(self) -> None: ...
+    def optimizers(self) -> list[Optimizer]: ...
+    def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]: ...
+    def push_optimizer(self, optimizer: Optimizer) -> None: ...
+    def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]: ...
 
 
 class CacheServers:
     """Through losses of servers, as all calls of the coordinator; see `OnServerLoss`."""
 
-    def __init__(self, job: Job) -> None:
-        self._job: Job = weakref.proxy(job)
+    def __init__(self, job: _Job) -> None:
+        self._job: _Job = weakref.proxy(job)
         self._repeated = 0
 
     def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
@@ -65,7 +84,7 @@ class CacheServers:
         self._job.servers.ask("ps.repeat", orders)
 
     def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
-        return self._job.attempt(call, after_restore)
+        return self._job.servers.attempt(call, after_restore)
 
 
 _Result = TypeVar("_Result")
@@ -74,8 +93,8 @@ _Result = TypeVar("_Result")
 class CoordinatorState:
     """Keeps the `RemoteOptimizerState` of one optimizer. Tensors that were read from it are of that moment."""
 
-    def __init__(self, job: Job, optimizer: Optimizer, *, is_current: bool) -> None:
-        self._job: Job = weakref.proxy(job)
+    def __init__(self, job: _Job, optimizer: Optimizer, *, is_current: bool) -> None:
+        self._job: _Job = weakref.proxy(job)
         self._reference = weakref.ref(optimizer)
         self._read_at: Moment | None = job.cache.now() if is_current else None
 
@@ -90,7 +109,7 @@ class CoordinatorState:
         return optimizer
 
     @classmethod
-    def attach(cls, job: Job, optimizer: Optimizer, *, is_current: bool) -> None:
+    def attach(cls, job: _Job, optimizer: Optimizer, *, is_current: bool) -> None:
         state: Any = optimizer.state
         if cls.keeps(optimizer):
             cls.of(optimizer)._read_at = job.cache.now() if is_current else None
@@ -138,7 +157,7 @@ class CoordinatorState:
         return self._read_at == self._job.cache.now()
 
     def read(self) -> dict[torch.Tensor, StateOfShard]:
-        return self._job.asking(self._read_now)
+        return self._job.servers.asking(self._read_now)
 
     def _read_now(self) -> dict[torch.Tensor, StateOfShard]:
         self.push_changed()
@@ -149,7 +168,7 @@ class CoordinatorState:
 
     def change(self, state: RemoteOptimizerState, make: Callable[[], _Result]) -> _Result:
         """Waits until no function is half-way, and sends what there is after it."""
-        result: _Result = self._job.attempt(lambda: self._change_now(state, make), make)
+        result: _Result = self._job.servers.attempt(lambda: self._change_now(state, make), make)
         return result
 
     def _change_now(self, state: RemoteOptimizerState, make: Callable[[], _Result]) -> _Result:
@@ -181,8 +200,8 @@ class CoordinatorState:
 class CoordinatorSteps:
     """Looks at steps that the program makes on the coordinator, until the job is closed."""
 
-    def __init__(self, job: Job) -> None:
-        self._job: Job = weakref.proxy(job)
+    def __init__(self, job: _Job) -> None:
+        self._job: _Job = weakref.proxy(job)
         check = weakref.WeakMethod(self._check)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -214,7 +233,7 @@ class CoordinatorSteps:
 Initialiser = Callable[[torch.Tensor], Any]
 
 
-def grow(job: Job, registry: VariableRegistry, weight: torch.Tensor, rows: int, init: Initialiser | None) -> None:
+def grow(job: _Job, registry: VariableRegistry, weight: torch.Tensor, rows: int, init: Initialiser | None) -> None:
     """See `grow_rows`. May be repeated."""
     job.commit()
     spec = job.variables.spec_of(weight)
@@ -257,7 +276,7 @@ def _steps(optimizer: Optimizer, weight: torch.Tensor) -> bool:
     return any(one is weight for group in optimizer.param_groups for one in group["params"])
 
 
-def _require_growable(job: Job, spec: VariableSpec, optimizers: Sequence[Optimizer]) -> None:
+def _require_growable(job: _Job, spec: VariableSpec, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         kind = job.kinds.of(optimizer)
         if not kind.may_cut_rows:
@@ -276,7 +295,7 @@ def _require_growable(job: Job, spec: VariableSpec, optimizers: Sequence[Optimiz
             )
 
 
-def _tell(job: Job, new: NewRows, weight: torch.Tensor, modules: Sequence[nn.Embedding | nn.EmbeddingBag]) -> None:
+def _tell(job: _Job, new: NewRows, weight: torch.Tensor, modules: Sequence[nn.Embedding | nn.EmbeddingBag]) -> None:
     """If a server is lost when that of the new rows has them, the table has grown; the others hold what they held."""
     last, first = new.spec.shards[-1].server, len(weight)
     job.servers.ask("ps.grow", {last: new})
@@ -289,7 +308,7 @@ def _tell(job: Job, new: NewRows, weight: torch.Tensor, modules: Sequence[nn.Emb
     job.cache.bring_new_rows(new.spec, first)
 
 
-def _new_rows(job: Job, weight: torch.Tensor, spec: VariableSpec, rows: int, init: Initialiser | None) -> NewRows:
+def _new_rows(job: _Job, weight: torch.Tensor, spec: VariableSpec, rows: int, init: Initialiser | None) -> NewRows:
     last = dataclasses.replace(spec.shards[-1], stop=rows)
     grown = dataclasses.replace(spec, shape=(rows, *spec.shape[1:]), shards=(*spec.shards[:-1], last))
     seed = seed_of_variable(job.seed, spec)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.variables.placement import pieces
 
+_Answer = TypeVar("_Answer")
+
 
 class ServerGroup:
     """Who the servers are at the moment, and how to ask them. Thread-safe.
@@ -48,6 +50,18 @@ class ServerGroup:
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._lost: dict[int, str] = {}
+        # `OnServerLoss.attempt`, where a coordinator calls them
+        self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
+
+    def asking(self, call: Callable[[], _Answer]) -> _Answer:
+        """``call()``, once more where servers had to be restored before or in it; it has to be one that may be
+        repeated."""
+        answer: _Answer = self.attempt(call, lambda: self.asking(call))
+        return answer
+
+    def telling(self, call: Callable[[], None]) -> None:
+        """``call()``, which changes what servers hold; nothing where they had to be restored before or in it."""
+        self.attempt(call, lambda: None)
 
     def use(self, peers: Mapping[int, Peer]) -> None:
         """These are the servers from now on. Their former incarnations are not called any more."""

@@ -25,7 +25,7 @@ from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimize
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.job import Job
-    from torchstrat.parameter_server.serialization.object_table import World
+    from torchstrat.parameter_server.serialization.captured_objects import Objects
 
 _OPERATIONS: dict[Edit, EditOp] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 
@@ -109,13 +109,13 @@ class _VariableRecipe:
     synchronization: VariableSynchronization
     declared: DeclaredShape
 
-    def __call__(self, world: World) -> Variable:
+    def __call__(self, world: Objects) -> Variable:
         storage = RemoteStorage(self.spec, lambda: world.resolve(("access",)))
         strategy = world.resolve(("strategy",))
         return Variable._over(storage, strategy, self.name, self.aggregation, self.synchronization, self.declared)
 
 
-def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[World], Variable]:
+def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[Objects], Variable]:
     return _VariableRecipe(
         storage.spec, variable.name, variable.aggregation, variable.synchronization, variable._declared
     )
@@ -170,7 +170,7 @@ class _PullModule(_Hook):
                 job.commit()
                 job.pull([module])
 
-            job.asking(pull)
+            job.servers.asking(pull)
 
 
 class _PullOptimizer(_Hook):
@@ -182,7 +182,7 @@ class _PullOptimizer(_Hook):
                 job.commit()
                 job.pull_optimizer(optimizer)
 
-            job.asking(pull)
+            job.servers.asking(pull)
 
 
 class _PushOptimizer(_Hook):
@@ -196,4 +196,4 @@ class _PushOptimizer(_Hook):
                     job.push_optimizer(optimizer)
                 job.push_options(optimizer)
 
-            job.telling(push)
+            job.servers.telling(push)

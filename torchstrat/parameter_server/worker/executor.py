@@ -32,6 +32,11 @@ _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""
 
 
+make_strategy: Callable[[str, ServerGroup, Callable[[], AbstractContextManager[None]]], context.StrategyLike]
+"""What stands for the strategy in scheduled functions: of a device, the servers as this worker calls them, and a block
+whose gradients are left to them. The room of strategies puts it here."""
+
+
 class Outcomes:
     """Those of the batch that runs, from the function's end to the report.
 

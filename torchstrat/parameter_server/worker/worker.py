@@ -42,9 +42,11 @@ from torchstrat.parameter_server.dispatch import (
 )
 from torchstrat.parameter_server.interface import Endpoint, Handler, Peer
 from torchstrat.parameter_server.remote_value import numbers_of
-from torchstrat.parameter_server.serialization.functions import Packed, pack_exception, pack_result, unpack
+from torchstrat.parameter_server.serialization.functions import pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
+from torchstrat.parameter_server.worker import executor
 from torchstrat.parameter_server.worker.executor import (
     Executor,
     FunctionRun,
@@ -374,8 +376,6 @@ class _Session:
     def __init__(
         self, coordinator: Peer, endpoint: Endpoint, index: int, timeout_seconds: float, *, owns_process: bool
     ) -> None:
-        from torchstrat.strategies.parameter_server import ParameterServerStrategy
-
         self.coordinator = coordinator
         self.stops = 0
         """How often a function did not return."""
@@ -387,7 +387,7 @@ class _Session:
         self._device = devices[0] if devices else "cpu:0"
         self._copies = Copies(self._access, torch_device(self._device))
         self._left = LeftGradients(self._copies.parameters)
-        self._strategy = ParameterServerStrategy._on_worker(self._device, self._servers, self._left.block)
+        self._strategy = executor.make_strategy(self._device, self._servers, self._left.block)
         self._world = World(self._copies.make, self._make_missing, torch_device(self._device))
         self._world.register(("strategy",), self._strategy)
         self._world.register(("access",), self._access)
