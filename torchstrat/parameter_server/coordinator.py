@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
@@ -29,17 +29,21 @@ from torchstrat.distributed.cluster_spec import WORKER
 from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.interface import Task
+from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.leases.dataset import LeasedDataset, reader_builder
 from torchstrat.parameter_server.leases.epoch import DrawOrder
 from torchstrat.parameter_server.leases.lease import Lease, OutdatedLeaseError, claim_all, leases_among_arguments
 from torchstrat.parameter_server.remote_value import (
+    Constant,
     PerWorkerDataset,
     PerWorkerValues,
     PlainT,
     RemoteValue,
     ResourceTable,
+    is_function,
     refuse_remote_values,
     require_builder,
+    require_dataset,
 )
 from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
 from torchstrat.parameter_server.serialization.functions import pack, simple_arguments, unpack_result
@@ -61,7 +65,6 @@ from torchstrat.parameter_server.worker_sessions import release
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
-    from torchstrat.parameter_server.job import Job
 
 QUEUE_SIZE = 262_144
 
@@ -73,15 +76,14 @@ _USUAL_LIMITS: _Limits = MAX_ATTEMPTS, None
 T = TypeVar("T")
 
 
+_Capture = Callable[[Callable[..., Any], Any], None]
+"""Records what a function and its arguments reach."""
+
+
 class CoordinatedStrategy(StrategyLike, Protocol):
     """A `ParameterServerStrategy`, as its coordinator knows it."""
 
-    @property
-    def _job(self) -> Job: ...
-    @property
-    def _on_server_loss(self) -> str: ...
-    def _capture(self, fn: Callable[..., Any], arguments: Any) -> None: ...
-    def _coordinate(self, make: Callable[[], ClusterCoordinator]) -> ClusterCoordinator: ...
+    def _coordinate(self, make: Callable[[Job, _Capture, str], ClusterCoordinator]) -> ClusterCoordinator: ...
 
 
 @short_tracebacks
@@ -108,11 +110,12 @@ class ClusterCoordinator:
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r:.80}. Other strategies run "
                 "functions themselves: call strategy.run."
             )
-        return strategy._coordinate(lambda: object.__new__(cls)._set_up(strategy))
+        return strategy._coordinate(partial(object.__new__(cls)._set_up, strategy))
 
-    def _set_up(self, strategy: CoordinatedStrategy) -> ClusterCoordinator:
-        self.strategy = strategy
-        self._job = job = strategy._job
+    def _set_up(
+        self, strategy: CoordinatedStrategy, job: Job, capture: _Capture, on_server_loss: str
+    ) -> ClusterCoordinator:
+        self.strategy, self._job, self._capture, self._policy = strategy, job, capture, on_server_loss
         self._resources = ResourceTable()
         self._functions = Remembered(job.catalog)
         job.connect()
@@ -123,9 +126,9 @@ class ClusterCoordinator:
             job, self._resources, unpack_result, queue_size=QUEUE_SIZE, name="torchstrat-coordinator"
         )
         self._where = self._dispatcher.where  # one for all results
-        self._on_server_loss: OnServerLoss = FromNowhere() if strategy._on_server_loss == RESTORE else RaiseLoss()
+        self._on_server_loss: OnServerLoss = FromNowhere() if on_server_loss == RESTORE else RaiseLoss()
         job.cache.functions = self._dispatcher
-        job.servers.attempt = self._attempt
+        job.servers.attempt = self._on_server_loss.attempt
         job.on_server_lost = self._dispatcher.servers_lost
         job.on_worker_lost = self._dispatcher.worker_lost
         job.on_worker_leaves = self._dispatcher.worker_leaves
@@ -134,9 +137,6 @@ class ClusterCoordinator:
         connected.add(self._servers)
         _collect_garbage_once()
         return self
-
-    def _attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
-        return self._on_server_loss.attempt(call, after_restore)
 
     # -- functions --------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class ClusterCoordinator:
             known = None
             # Leases reach nothing. As objects that no earlier call had, they would have everything walked through anew.
             given = [leaf for leaf in nest.leaves((list(args), kwargs or {})) if not isinstance(leaf, Lease)]
-            self.strategy._capture(fn, given)
+            self._capture(fn, given)
             job.commit()
             code = pack(fn, catalog, what="fn", remembered=self._functions)
         arguments, leases = self._pack_arguments(args, kwargs)
@@ -345,9 +345,9 @@ class ClusterCoordinator:
         Raises `InvalidArgumentError` if the strategy has another ``on_server_loss``, or variables or optimizers that
         the checkpoint does not have.
         """
-        if self.strategy._on_server_loss != RESTORE:
+        if self._policy != RESTORE:
             raise InvalidArgumentError(
-                f"the strategy has on_server_loss={self.strategy._on_server_loss!r}, which leaves restoring to the "
+                f"the strategy has on_server_loss={self._policy!r}, which leaves restoring to the "
                 f"program; make it with ParameterServerStrategy(…, on_server_loss={RESTORE!r})."
             )
         require_kinds(manager, checkpoint)
@@ -369,7 +369,7 @@ class ClusterCoordinator:
             within_seconds=seconds,
             timeout_seconds=self._job.timeout_seconds,
         )
-        manager._attempt = on_loss.attempt
+        manager._attempt = self._job.servers.attempt = on_loss.attempt
 
     # -- per-worker values ------------------------------------------------------------------------------------------
 
@@ -392,8 +392,8 @@ class ClusterCoordinator:
         """
         if hasattr(dataset_fn, "_per_worker_source"):
             dataset_fn = dataset_fn._per_worker_source
-        elif not _is_function(dataset_fn):
-            dataset_fn = _Constant(_require_dataset(dataset_fn))
+        elif not is_function(dataset_fn):
+            dataset_fn = Constant(require_dataset(dataset_fn))
         require_builder(dataset_fn, "create_per_worker_dataset")
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         number = self._resources.next_number()
@@ -451,11 +451,11 @@ class ClusterCoordinator:
 
         Raises `InvalidArgumentError` for a dataset whose rows have no numbers (use `create_per_worker_dataset`).
         """
-        make_dataset = dataset_fn if _is_function(dataset_fn) else _Constant(dataset_fn)
+        make_dataset = dataset_fn if is_function(dataset_fn) else Constant(dataset_fn)
         require_builder(make_dataset, "create_leased_dataset")
         builder = reader_builder(make_dataset, batch_size, shuffle, seed, collate_fn, rows)
         name = f"the leased dataset {_name_of(dataset_fn)}"
-        self.strategy._capture(make_dataset, (collate_fn,))
+        self._capture(make_dataset, (collate_fn,))
         packed = self._pack_builder(builder, "create_leased_dataset")
         table = self._resources
         reader = table.add(PerWorkerValues(table, ResourceSpec(table.next_number(), name, packed)))
@@ -476,13 +476,13 @@ class ClusterCoordinator:
         """
         self._job.commit()
         with self._dispatcher.unfinished() as works:
-            release(objects, self._job, self._job.registry, works)
+            release(objects, self._job, self.strategy._engine.registry, works)
 
     def _is_idle(self) -> bool:
         return self._dispatcher.is_idle
 
     def _pack_builder(self, fn: Callable[[], Any], what: str) -> Any:
-        self.strategy._capture(fn, ())
+        self._capture(fn, ())
         self._job.servers.asking(self._job.commit)
         return pack(fn, self._job.catalog, what=what)
 
@@ -530,7 +530,7 @@ class ClusterCoordinator:
         return f"<ClusterCoordinator of {self.strategy!r}>"
 
 
-@functools.cache
+@cache
 def _collect_garbage_once() -> None:
     """All that imports have made is new to the garbage collector. It would go through it, which takes 0.1 s, when the
     first few thousand functions have been scheduled."""
@@ -554,32 +554,3 @@ def _limits_of(timeout: timedelta | float | None, max_attempts: int | None) -> _
 def _name_of(fn: Callable[..., Any]) -> str:
     name: str = getattr(fn, "__qualname__", type(fn).__name__)
     return name
-
-
-class _Constant:
-    """A dataset function for a dataset that is there already."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __call__(self) -> Any:
-        return self._dataset
-
-
-def _is_function(dataset_fn: Any) -> bool:
-    """Whether to call it for a dataset: a class of datasets is called; one of its objects, even if callable, is not."""
-    if isinstance(dataset_fn, type):
-        return True
-    return callable(dataset_fn) and not (hasattr(dataset_fn, "__getitem__") or hasattr(dataset_fn, "__iter__"))
-
-
-def _require_dataset(dataset: Any) -> Any:
-    if isinstance(dataset, list | tuple | dict | str | bytes) or not (
-        hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
-    ):
-        raise InvalidArgumentError(
-            "create_per_worker_dataset needs a function without arguments that returns a dataset, or a dataset; got "
-            f"{type(dataset).__name__} {dataset!r:.80}. Make it a dataset of batches: DataLoader(list, batch_size=64), "
-            "or batch_size=None where each entry is a batch."
-        )
-    return dataset

@@ -107,7 +107,7 @@ class Job:
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
         self.is_open = True
-        self.registry = registry
+        self._registry = registry
         self._structure = ModuleStructure()
         self._rows_only, self._warns_of_rows = rows_only is not False, rows_only is None
         self.seed = torch.initial_seed()
@@ -295,7 +295,7 @@ class Job:
         self.is_open = False
         self.cache.close(brings=brings)
         self._steps.close()
-        for optimizer in self.registry.optimizers():
+        for optimizer in self._registry.optimizers():
             CoordinatorState.detach(optimizer)
         self.membership.close(finished=finished)
 
@@ -313,7 +313,7 @@ class Job:
 
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
-        self._structure.check(self.registry.modules())
+        self._structure.check(self._registry.modules())
         self._tell_default_dtype()
         self._commit_new()
         self.variables.follow_replaced()
@@ -322,7 +322,7 @@ class Job:
 
     def _commit_new(self) -> None:
         """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
-        counts = self.registry.counts
+        counts = self._registry.counts
         self._forget_dead()
         try:
             self.variables.place_new()
@@ -334,7 +334,7 @@ class Job:
         except CommunicationError:  # says nothing about them
             raise
         except Exception:
-            self.registry.give_up(self._committed)
+            self._registry.give_up(self._committed)
             self.variables.give_up_new()
             raise
         self._committed = counts
@@ -402,7 +402,7 @@ class Job:
 
     def _add_optimizers(self, *, with_state: bool) -> None:
         self.catalog.begin()
-        for optimizer in self.registry.optimizers():
+        for optimizer in self._registry.optimizers():
             number = self._number_of(optimizer)
             groups = tuple(tuple(self.variables.numbers_of(group["params"])) for group in optimizer.param_groups)
             if (known := self._optimizers.get(number)) == groups:
@@ -436,7 +436,7 @@ class Job:
                 {**as_they_are(group), "params": tuple(self.variables.numbers_of(group["params"]))}
                 for group in optimizer.param_groups
             )
-            for optimizer in self.registry.optimizers()
+            for optimizer in self._registry.optimizers()
         }
 
     # -- giving servers that were started again what they had ---------------------------------------------------------
@@ -491,7 +491,7 @@ class Job:
     def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
-        modules = [(self.catalog.token_of(module), module) for module in self.registry.modules()]
+        modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
         modes: dict[Any, Any] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
         modes |= {token: module.training for token, module in modules}
         optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]
@@ -503,7 +503,7 @@ class Job:
 
     def read(self) -> Reading:
         """All that `commit`, `options` and `modes` are made of, as it is now."""
-        return Reading(self.registry, self.variables, self._attributes, self._structure)
+        return Reading(self._registry, self.variables, self._attributes, self._structure)
 
     def known(self, reading: Reading) -> tuple[Options, Modes] | None:
         """`options` and `modes`, where nothing has changed since they were worked out for an equal reading; None where
@@ -561,7 +561,7 @@ class Job:
 
     def _push_states(self) -> None:
         """Send what the program has changed in ``optimizer.state`` in place, or put in its place."""
-        for optimizer in self.registry.optimizers():
+        for optimizer in self._registry.optimizers():
             if CoordinatorState.keeps(optimizer):
                 CoordinatorState.of(optimizer).push_changed()
             elif self.cache.is_on and self.optimizer_number(optimizer) in self._optimizers:
@@ -584,7 +584,7 @@ class Job:
             self.servers.ask("ps.load_optimizer_options", {server: own})
 
     def optimizers(self) -> list[Optimizer]:
-        return self.registry.optimizers()
+        return self._registry.optimizers()
 
     def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
         """Those of an optimizer that the servers step; of another one none."""

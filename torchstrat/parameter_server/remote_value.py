@@ -252,3 +252,32 @@ def refuse_remote_values(value: Any, remote_type: type, call: str) -> None:
                 f"{call} got a RemoteValue; functions cannot take each other's results. Fetch it first: "
                 "coordinator.fetch(value)."
             )
+
+
+class Constant:
+    """A dataset function for a dataset that is there already."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self) -> Any:
+        return self._dataset
+
+
+def is_function(dataset_fn: Any) -> bool:
+    """Whether to call it for a dataset: a class of datasets is called; one of its objects, even if callable, is not."""
+    if isinstance(dataset_fn, type):
+        return True
+    return callable(dataset_fn) and not (hasattr(dataset_fn, "__getitem__") or hasattr(dataset_fn, "__iter__"))
+
+
+def require_dataset(dataset: Any) -> Any:
+    if isinstance(dataset, list | tuple | dict | str | bytes) or not (
+        hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    ):
+        raise InvalidArgumentError(
+            "create_per_worker_dataset needs a function without arguments that returns a dataset, or a dataset; got "
+            f"{type(dataset).__name__} {dataset!r:.80}. Make it a dataset of batches: DataLoader(list, batch_size=64), "
+            "or batch_size=None where each entry is a batch."
+        )
+    return dataset

@@ -19,7 +19,7 @@ import torch
 from torchstrat.core.communicator import Communicator, Work
 from torchstrat.core.gradients import Owned, is_plain, share_memory
 from torchstrat.core.reduction import ReduceOp
-from torchstrat.distributed.collectives.abilities import SumsInPlace
+from torchstrat.distributed.collectives.agreement import SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.replicas.gradient_records import GradientRecords
 

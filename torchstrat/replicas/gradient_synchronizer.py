@@ -19,8 +19,7 @@ from torchstrat.core._torch_private import queue_backward_callback
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.gradients import CombinedGradient, is_watched, share_memory, shares
 from torchstrat.core.reduction import ReduceOp
-from torchstrat.distributed.collectives.abilities import SumsInPlace
-from torchstrat.distributed.collectives.agreement import agree, agree_and_sum, all_equal
+from torchstrat.distributed.collectives.agreement import SumsInPlace, agree, agree_and_sum, all_equal
 from torchstrat.replicas.backward_pass import WITH_GRAPHS, EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.gradient_reducer import (

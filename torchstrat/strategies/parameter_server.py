@@ -213,14 +213,14 @@ class ParameterServerStrategy(Strategy):
         _close_at_exit(self)
         return job
 
-    def _coordinate(self, make: Callable[[], ClusterCoordinator]) -> ClusterCoordinator:
+    def _coordinate(self, make: Callable[[Job, Callable[..., None], str], ClusterCoordinator]) -> ClusterCoordinator:
         with self._lock:
             if self._is_worker:
                 raise ContextError("a scheduled function runs on a worker, which has no ClusterCoordinator of its own.")
             self._require_open()
             if self._coordinator is None:
                 try:
-                    self._coordinator = make()
+                    self._coordinator = make(self._job, self._capture, self._on_server_loss)
                 except BaseException:  # servers that are not there yet, Ctrl-C: who tries again begins anew
                     job, self._connected = self._connected, None
                     if job is not None:

@@ -143,7 +143,7 @@ def _one_replica(
     """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
     processes can share it."""
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
-    from torchstrat.distributed.collectives.abilities import SharesMemory
+    from torchstrat.distributed.collectives.shared_memory.common_memory import SharesMemory
     from torchstrat.distributed.collectives.shared_memory.device_copies import device_copies
     from torchstrat.distributed.collectives.shm import choose_communicator
     from torchstrat.replicas.per_process.engine import PerProcessReplica

@@ -11,14 +11,16 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from torchstrat.core.communicator import Communicator, in_full
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.distributed.collectives.abilities import SumsInPlace
+
+if TYPE_CHECKING:
+    from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 
 AGREEMENT, OBJECT = 1.0, -1.0
 """Kinds of calls: an agreement, whose numbers are all there is to send, or objects, which follow."""
@@ -89,6 +91,29 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
     call = in_full(call)
     headers = communicator.all_gather_numbers(header(AGREEMENT, call, numbers), call)
     return _checked(communicator, call, headers, len(numbers))
+
+
+@runtime_checkable
+class SumsInPlace(Communicator, Protocol):
+    """A `Communicator` that adds gradients up where they lie: collecting them in buckets would only cost copies."""
+
+    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
+        """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all ranks.
+        All ranks pass tensors of equal lengths and dtypes in one order, and get the same bits."""
+
+    def all_gather_numbers_and_sum(
+        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
+        """`all_gather_numbers` that in the same meeting does what `sum_in_place` has to wait for, where ``tensors`` are
+        small: the numbers, and a function that makes the sums, times the factor it is given. None where they are not,
+        or of several dtypes. It may be called if the numbers tell that all ranks have passed tensors alike, and only
+        before the next collective."""
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        """The same for tensors of one dtype, where each rank needs but its own elements of the sum: ``owned`` are for
+        each rank pieces of the tensors, which together are all of them. What others own is undefined afterwards."""
 
 
 def agree_and_sum(

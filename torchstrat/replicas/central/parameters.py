@@ -25,8 +25,13 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import tensors_in_storage
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.optimizers import keep_elements, kept_by
-from torchstrat.distributed.collectives.abilities import SharesMemory
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.distributed.collectives.shared_memory.common_memory import (
+    CommonMemory,
+    Kind,
+    Place,
+    SharesMemory,
+    kind_of,
+)
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.entries import reference_of_entry
 

@@ -18,8 +18,13 @@ from torch.optim import Optimizer
 
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.distributed.collectives.abilities import SharesMemory
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.distributed.collectives.shared_memory.common_memory import (
+    CommonMemory,
+    Kind,
+    Place,
+    SharesMemory,
+    kind_of,
+)
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 

@@ -22,9 +22,8 @@ from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.gradients import Owned
 from torchstrat.core.optimizers import State, Tier, stand_in_of, tier_of
-from torchstrat.distributed.collectives.abilities import SharesMemory
 from torchstrat.distributed.collectives.agreement import agree
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
+from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Ranges, SharesMemory, why_not
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters

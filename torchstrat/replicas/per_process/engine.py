@@ -36,8 +36,7 @@ from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variable.variable import hand_over
 from torchstrat.core.variables import Members, VariableRegistry
-from torchstrat.distributed.collectives.abilities import SumsInPlace
-from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal
+from torchstrat.distributed.collectives.agreement import INPUT, SumsInPlace, agree, all_equal
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas import exchange, optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck, RenormCheck

@@ -17,7 +17,7 @@ from torchstrat.core.communicator import Communicator, Words
 from torchstrat.core.devices import torch_device
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.abilities import SumsInPlace
+from torchstrat.distributed.collectives.agreement import SumsInPlace
 from torchstrat.distributed.collectives.process_group import Done, abandon
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchstrat.core.communicator import Communicator, Words, Work
-from torchstrat.distributed.collectives.abilities import SumsInPlace
+from torchstrat.distributed.collectives.agreement import SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 
 

@@ -17,7 +17,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -257,3 +257,14 @@ def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, stop))
     return joined
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A `Communicator` whose processes can have memory in common."""
+
+    def share_memory(self, kinds: Sequence[Kind], what: str) -> list[Place]:
+        """A place for a tensor of each kind, the same ones for all ranks, which pass equal kinds. All elements are 0.
+
+        Raises `NoSharedMemoryError`, on all of them, if there is no room on one.
+        """
