@@ -323,19 +323,89 @@ class Variable(TensorLike):
 
     def assign(self, value: Any) -> Variable:
         """Replace the value, which must have the variable's shape and dtype. Returns the variable (its component)."""
-        return _apply(self, Edit.ASSIGN, value)
+        return self._assign(Edit.ASSIGN, value)
 
     def assign_add(self, delta: Any) -> Variable:
         """Add ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
-        return _apply(self, Edit.ADD, delta)
+        return self._assign(Edit.ADD, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
         """Subtract ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
-        return _apply(self, Edit.SUB, delta)
+        return self._assign(Edit.SUB, delta)
 
     def scatter_add(self, sparse_delta: torch.Tensor) -> Variable:
         """Add a sparse COO tensor of the variable's shape; repeated indices add up. Returns the variable."""
-        return _apply(self, Edit.SCATTER_ADD, sparse_delta)
+        return self._assign(Edit.SCATTER_ADD, sparse_delta)
+
+    def _assign(self, edit: Edit, value: Any) -> Variable:
+        """Make one assignment; what the method that the user called returns."""
+        if self._kind is VariablePlacement.ONE:
+            if isinstance(value, PerReplica):
+                raise WrongTypeError(
+                    f"{edit.value} got a PerReplica value for a variable with one component; open it with "
+                    "strategy.local_results, or combine it with strategy.reduce, first."
+                )
+            self._write(edit, to_tensor(value, self.dtype, edit.value))
+            return self
+        replica = context.replica_of(self._strategy, edit.value)
+        if replica is None:
+            return self._across(edit, value)
+        return self._in_replica(edit, select_replica(replica, value), replica)
+
+    def _write(self, edit: Edit, value: torch.Tensor) -> None:
+        for cell in self._cells:
+            check_edit(edit, value, cell.shape, self._declared)
+        for cell in self._cells:
+            cell.write(edit, value)
+
+    def _across(self, edit: Edit, value: Any) -> Variable:
+        """As it is: a `PerReplica` value gives each component its own, and a single one the first replica's."""
+        only = updated_replica()
+        if not self._components:
+            if isinstance(value, PerReplica):
+                with within(f"{edit.value} of Variable {self.name!r}"):
+                    value = from_first_replica(
+                        self._strategy._engine, to_tensor(value.values[0], self.dtype, edit.value)
+                    )
+            self._write(edit, to_tensor(value, self.dtype, edit.value))
+            return self
+        if only is None and self._is_on_read and self.aggregation is VariableAggregation.SUM:
+            value = self._share_of_sum(edit, value)
+        for replica, component in zip(self._replicas, self._components, strict=True):
+            if only in (None, replica):
+                component._assign(edit, select_replica(replica, value))
+        return self
+
+    def _share_of_sum(self, edit: Edit, value: Any) -> Any:
+        """What each component has to hold so that their sum is ``value``."""
+        if edit is not Edit.ASSIGN:
+            raise InvalidArgumentError(
+                f"{edit.value} outside of run on the ON_READ variable {self.name!r} with aggregation SUM: its "
+                "components add up, and it is not clear which is to change. Use assign, or do it in a replica."
+            )
+        if isinstance(value, PerReplica):
+            return value
+        share = to_tensor(value, self.dtype, edit.value) / self._strategy.num_replicas_in_sync
+        return share.to(self.dtype)
+
+    def _in_replica(self, edit: Edit, value: Any, replica: int) -> Variable:
+        if self._components and (self._is_on_read or self.aggregation is VariableAggregation.NONE):
+            return self._components[self._replicas.index(replica)]._assign(edit, value)
+        if self.aggregation is VariableAggregation.NONE:
+            raise InvalidArgumentError(
+                f"{edit.value} in a replica on Variable {self.name!r}, which has aggregation NONE: "
+                f"{self._strategy.num_replicas_in_sync} replicas would each assign to the one copy. Create it with "
+                "aggregation=ts.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign outside of run."
+            )
+        engine = self._strategy._engine
+        if not spans_processes(engine):
+            merged: Variable = engine.merge_call(_merge, (self, edit, Given(value)), {})
+            return merged
+        where = torch_device(engine.device_of_replica(replica))
+        with within(f"{edit.value} of Variable {self.name!r}"):
+            total = exchange_values(engine, self.aggregation, edit, value, self.dtype, where)
+        self._write(edit, total)
+        return self._components[0] if self._components else self
 
     def __repr__(self) -> str:
         try:
@@ -373,90 +443,6 @@ def _local_copy(cell: Storage) -> Cell:
     return cell.__deepcopy__({}) if isinstance(cell, Cell) else Cell(cell.lend(), "cpu:0")
 
 
-# -- assigning -------------------------------------------------------------------------------------------------------
-
-
-def _apply(variable: Variable, edit: Edit, value: Any) -> Variable:
-    """Make one assignment; what the method that the user called returns."""
-    if variable._kind is VariablePlacement.ONE:
-        if isinstance(value, PerReplica):
-            raise WrongTypeError(
-                f"{edit.value} got a PerReplica value for a variable with one component; open it with "
-                "strategy.local_results, or combine it with strategy.reduce, first."
-            )
-        _write(variable, variable._cells, edit, to_tensor(value, variable.dtype, edit.value))
-        return variable
-    replica = context.replica_of(variable._strategy, edit.value)
-    if replica is None:
-        return _across(variable, edit, value)
-    return _in_replica(variable, edit, select_replica(replica, value), replica)
-
-
-def _write(variable: Variable, cells: Sequence[Storage], edit: Edit, value: torch.Tensor) -> None:
-    for cell in cells:
-        check_edit(edit, value, cell.shape, variable._declared)
-    for cell in cells:
-        cell.write(edit, value)
-
-
-# -- in cross-replica context ---------------------------------------------------------------------------------------
-
-
-def _across(variable: Variable, edit: Edit, value: Any) -> Variable:
-    """As it is: a `PerReplica` value gives each component its own, and a single one the first replica's."""
-    only = updated_replica()
-    if not variable._components:
-        if isinstance(value, PerReplica):
-            with within(f"{edit.value} of Variable {variable.name!r}"):
-                value = from_first_replica(
-                    variable._strategy._engine, to_tensor(value.values[0], variable.dtype, edit.value)
-                )
-        _write(variable, variable._cells, edit, to_tensor(value, variable.dtype, edit.value))
-        return variable
-    if only is None and variable._is_on_read and variable.aggregation is VariableAggregation.SUM:
-        value = _share_of_sum(variable, edit, value)
-    for replica, component in zip(variable._replicas, variable._components, strict=True):
-        if only in (None, replica):
-            _apply(component, edit, select_replica(replica, value))
-    return variable
-
-
-def _share_of_sum(variable: Variable, edit: Edit, value: Any) -> Any:
-    """What each component has to hold so that their sum is ``value``."""
-    if edit is not Edit.ASSIGN:
-        raise InvalidArgumentError(
-            f"{edit.value} outside of run on the ON_READ variable {variable.name!r} with aggregation SUM: its "
-            "components add up, and it is not clear which is to change. Use assign, or do it in a replica."
-        )
-    if isinstance(value, PerReplica):
-        return value
-    share = to_tensor(value, variable.dtype, edit.value) / variable._strategy.num_replicas_in_sync
-    return share.to(variable.dtype)
-
-
-# -- in a replica's code --------------------------------------------------------------------------------------------
-
-
-def _in_replica(variable: Variable, edit: Edit, value: Any, replica: int) -> Variable:
-    if variable._components and (variable._is_on_read or variable.aggregation is VariableAggregation.NONE):
-        return _apply(variable._components[variable._replicas.index(replica)], edit, value)
-    if variable.aggregation is VariableAggregation.NONE:
-        raise InvalidArgumentError(
-            f"{edit.value} in a replica on Variable {variable.name!r}, which has aggregation NONE: "
-            f"{variable._strategy.num_replicas_in_sync} replicas would each assign to the one copy. Create it with "
-            "aggregation=ts.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign outside of run."
-        )
-    engine = variable._strategy._engine
-    if not spans_processes(engine):
-        merged: Variable = engine.merge_call(_merge, (variable, edit, Given(value)), {})
-        return merged
-    where = torch_device(engine.device_of_replica(replica))
-    with within(f"{edit.value} of Variable {variable.name!r}"):
-        total = exchange_values(engine, variable.aggregation, edit, value, variable.dtype, where)
-    _write(variable, variable._cells, edit, total)
-    return variable._components[0] if variable._components else variable
-
-
 def _merge(strategy: Any, variable: Any, edit: Any, given: Any) -> Any:
     """All replicas of this process assign to one variable: combine their values, write once."""
     if isinstance(variable, PerReplica) or isinstance(edit, PerReplica):
@@ -466,7 +452,7 @@ def _merge(strategy: Any, variable: Any, edit: Any, given: Any) -> Any:
         )
     values = [one.value for one in given.values] if isinstance(given, PerReplica) else [given.value]
     total = merge_values(variable.aggregation, edit, values, variable.dtype)
-    _write(variable, variable._cells, edit, total)
+    variable._write(edit, total)
     if not variable._components:
         return variable
     return PerReplica(variable._components, replica_ids=variable._replicas)
