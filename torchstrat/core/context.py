@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,8 @@ class StrategyLike(Protocol):
     def _closed(self) -> bool: ...
     @property
     def _wraps_values(self) -> bool: ...
+    @property
+    def _per_replica_input(self) -> Literal["honoured", "refused"]: ...
     @property
     def _variable_placement(self) -> VariablePlacement: ...
     def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage: ...

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from torchstrat.core._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_of, uncompiled
-from torchstrat.core.context import get_replica_context
+from torchstrat.core.context import StrategyLike, get_replica_context
 from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import VariableRegistry
@@ -182,7 +182,7 @@ class LossCheck:
     """Of one strategy. ``modules()``: all that it takes care of."""
 
     def __init__(
-        self, strategy: Any, op: ReduceOp, num_replicas: int, modules: Callable[[], Iterable[nn.Module]]
+        self, strategy: StrategyLike, op: ReduceOp, num_replicas: int, modules: Callable[[], Iterable[nn.Module]]
     ) -> None:
         self._strategy, self._modules = strategy, modules
         self._is_sum = op is ReduceOp.SUM
@@ -236,7 +236,7 @@ def _differ_in_labels(ignored: torch.Tensor | None, rows: int | None) -> bool:
 
 
 @contextmanager
-def backward_calls(strategy: Any, look: Callable[[Any, int], None]) -> Iterator[None]:
+def backward_calls(strategy: StrategyLike, look: Callable[[Any, int], None]) -> Iterator[None]:
     """In this block ``look`` sees what is differentiated on which replica of ``strategy``; `torch.Tensor.backward` goes
     through the same name."""
     found = torch.autograd.backward
@@ -262,7 +262,7 @@ _LOOKUPS = frozenset({"EmbeddingBackward0", "EmbeddingBagBackward0"})
 class RenormCheck:
     """Of one strategy."""
 
-    def __init__(self, strategy: Any, num_replicas: int, registry: VariableRegistry) -> None:
+    def __init__(self, strategy: StrategyLike, num_replicas: int, registry: VariableRegistry) -> None:
         self._strategy, self._num_replicas, self._registry = strategy, num_replicas, registry
         self._known = (-1, False)  # the registry's count of changes, and whether there were tables
 

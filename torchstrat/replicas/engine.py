@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import nest
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import BatchInfo, PerReplica, Weights
@@ -166,7 +167,7 @@ def _check_structure(first_id: int, first: Any, one: int, value: Any) -> None:
         )
 
 
-def adoption_warning(adopted: list[str], strategy: Any) -> str:
+def adoption_warning(adopted: list[str], strategy: StrategyLike) -> str:
     return (
         f"the step uses trainable variables that {type(strategy).__name__}.scope() has not seen: {', '.join(adopted)}."
         " They are treated as if made there; create modules, and the optimizer, within `with strategy.scope():`, and "

@@ -17,6 +17,7 @@ from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
 from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
 from torchstrat.strategies.extended import StrategyExtended
+from torchstrat.strategies.strategy import Strategy
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
 """How processes may talk: what is there, memory that they share on one host, or torch.distributed's process group."""
@@ -88,7 +89,7 @@ def own_device(devices: Sequence[Any] | None, plan: ProcessPlan) -> str:
 
 
 def place_replicas(
-    strategy: Any,
+    strategy: Strategy,
     policy: UpdatePolicy,
     plan: ProcessPlan | None,
     devices: Sequence[Any] | None,
@@ -131,7 +132,7 @@ def place_replicas(
 
 
 def _one_replica(
-    strategy: Any,
+    strategy: Strategy,
     policy: UpdatePolicy,
     plan: ProcessPlan,
     device: str,

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torchstrat.core import context
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data import v1_iterators
@@ -149,7 +150,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def _set_settings(config: Any, strategy: Any) -> None:
+def _set_settings(config: Any, strategy: StrategyLike) -> None:
     if not isinstance(config, MutableMapping):
         raise WrongTypeError(f"configure changes session_config, a mutable mapping; got {type(config).__name__}.")
     # Whoever has such a config has imported omegaconf. Its struct and read-only flags speak about the user's own keys.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import context
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import ContextError, NotSendableError, OutOfRangeError
 from torchstrat.core.randomness import state_of
 from torchstrat.parameter_server.dispatch import Raised, Report
@@ -224,7 +225,7 @@ class Executor:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         copies: Copies,
         left: LeftGradients,
         number_of: Callable[[Optimizer], int | None],

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import local_devices, torch_device
 from torchstrat.core.errors import (
     CommunicationError,
@@ -185,7 +186,7 @@ class CoordinatorHere:
     """On a worker, a coordinator knows which worker this is, and of how many. Scheduling is done where the program
     runs."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: StrategyLike) -> None:
         self.strategy = strategy
         self.workers = 0
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core import context, nest, reduction
 from torchstrat.core._torch_private import new_hook_key
-from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
 from torchstrat.core.errors import ContextError
@@ -73,7 +73,7 @@ class InProcessReplicas:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         devices: tuple[str, ...],
         parameter_device: str | None = None,
         gradient_op: ReduceOp = ReduceOp.MEAN,

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchstrat.core import nest, reduction
 from torchstrat.core._torch_private import new_hook_key
 from torchstrat.core.communicator import Communicator
-from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
 from torchstrat.core.errors import CommunicationError
@@ -72,7 +72,7 @@ class PerProcessReplica:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         communicator: Communicator,
         device: str,
         gradient_op: ReduceOp,

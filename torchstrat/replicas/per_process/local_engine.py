@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchstrat.core import nest
 from torchstrat.core._torch_private import after_step, before_step
 from torchstrat.core.communicator import Communicator
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import MakesRounds
 from torchstrat.core.memory import Copies, local_copies
 from torchstrat.core.reduction import ReduceOp
@@ -47,7 +48,7 @@ class LocalProcessReplica(PerProcessReplica):
     """This process's replica; its id is the process's rank."""
 
     def __init__(
-        self, strategy: Any, communicator: Communicator, device: str, policy: LocalUpdate, communication: str
+        self, strategy: StrategyLike, communicator: Communicator, device: str, policy: LocalUpdate, communication: str
     ) -> None:
         super().__init__(strategy, communicator, device, ReduceOp.MEAN, central=False, communication=communication)
         self._edits = _Unwatched(self.registry.modules)

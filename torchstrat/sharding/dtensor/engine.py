@@ -25,6 +25,7 @@ from torch import nn
 
 from torchstrat.core import context, nest
 from torchstrat.core.communicator import Communicator
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import InputLayout, ReplicaStates
 from torchstrat.core.errors import ContextError, ReplicaDivergenceError
 from torchstrat.core.memory import Copies
@@ -166,7 +167,7 @@ class LogicalReplicas:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         everyone: Communicator,
         column: Communicator,
         devices: LogicalDevices,
@@ -384,6 +385,9 @@ class LogicalReplicas:
 
     def relative_weight(self) -> float:
         return self._inner.relative_weight()
+
+    def span_replicas(self) -> None:
+        self._inner.span_replicas()
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None

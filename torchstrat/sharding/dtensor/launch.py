@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrat.core.communicator import Communicator, Words
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.cluster import ProcessPlan
@@ -91,7 +92,7 @@ class Alone:
 
 
 def replicas_of_processes(
-    strategy: Any,
+    strategy: StrategyLike,
     plan: ProcessPlan,
     device: str,
     op: ReduceOp,

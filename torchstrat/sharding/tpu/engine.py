@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchstrat.core import context, nest, reduction
-from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.memory import Copies
@@ -117,7 +117,7 @@ _LAYERS = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 
 def record_global_view(
-    strategy: Any,
+    strategy: StrategyLike,
     fn: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -171,7 +171,7 @@ class SpmdReplicas:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         runtime: SpmdRuntime,
         grid: DeviceGrid,
         num_replicas: int,

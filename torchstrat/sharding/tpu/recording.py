@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchstrat.core import nest
-from torchstrat.core.context import ReplicaContext, enter
+from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.errors import WrongTypeError
 from torchstrat.core.reachable import Start
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, as_tensor, gather_components
@@ -139,7 +139,7 @@ class Recording:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         registry: VariableRegistry,
         feeder: Feeder,
         num_replicas: int,
