@@ -34,7 +34,7 @@ WITHOUT_COUNTERPART = dict.fromkeys(
 class ExperimentalNames:
     """The ``experimental_`` spellings of `Strategy`'s methods: the same functions under their second names."""
 
-    def experimental_distribute_dataset(self: Any, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(self: StrategyLike, dataset: Any, options: Any = None) -> Any:
         """`Strategy.distribute_dataset`."""
         return self.distribute_dataset(dataset, options)
 
@@ -46,9 +46,9 @@ class ExperimentalNames:
         """`Strategy.distribute_values_from_function`."""
         return self.distribute_values_from_function(value_fn)
 
-    def experimental_local_results(self: Any, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self: StrategyLike, value: Any) -> tuple[Any, ...]:
         """`Strategy.local_results`."""
-        return self.local_results(value)  # type: ignore[no-any-return]
+        return self.local_results(value)
 
     def experimental_split_to_logical_devices(self: Any, tensor: Any, partition_dimensions: Any) -> Any:
         """`Strategy.split_to_logical_devices`."""
@@ -62,7 +62,9 @@ class ExperimentalNames:
         """`Strategy.assign_to_logical_device`."""
         return self.assign_to_logical_device(tensor, logical_device_id)
 
-    def experimental_run_v2(self: Any, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def experimental_run_v2(
+        self: StrategyLike, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
         """`Strategy.run`."""
         return self.run(fn, args, kwargs, options)
 
@@ -70,7 +72,7 @@ class ExperimentalNames:
 class VersionOneCalls:
     """What programs written for TensorFlow 1 call. All of it works on every strategy and under every launch."""
 
-    def experimental_run(self: Any, fn: Any, input_iterator: Any = None) -> Any:
+    def experimental_run(self: StrategyLike, fn: Any, input_iterator: Any = None) -> Any:
         """`Strategy.run` of ``fn`` on what ``input_iterator.get_next()`` gives; without an iterator, on nothing.
 
         Raises `OutOfRangeError` at the end of the data. Every process has to call it.
@@ -83,12 +85,12 @@ class VersionOneCalls:
             batch = v1_iterators.next_of(input_iterator)
         return self.run(fn, args=(batch,))
 
-    def make_dataset_iterator(self: Any, dataset: Any) -> InputIterator:
+    def make_dataset_iterator(self: StrategyLike, dataset: Any) -> InputIterator:
         """An iterator over the global batches of ``dataset``, split as by `Strategy.distribute_dataset`."""
         return InputIterator(distribute_dataset(self, self._engine.layout, dataset, None))
 
     def make_input_fn_iterator(
-        self: Any,
+        self: StrategyLike,
         input_fn: Any,
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
@@ -96,7 +98,7 @@ class VersionOneCalls:
         is called once per replica and step. See `torchstrat.data.v1_iterators.make_input_fn_iterator`."""
         return v1_iterators.make_input_fn_iterator(self, self._engine.layout, input_fn, replication_mode)
 
-    def experimental_make_numpy_dataset(self: Any, numpy_input: Any, session: Any = None) -> ArrayDataset:
+    def experimental_make_numpy_dataset(self: StrategyLike, numpy_input: Any, session: Any = None) -> ArrayDataset:
         """The rows of an array or a nest of arrays as a dataset, one element per row: batch it, then distribute it.
 
         Lists of arrays are stacked. ``session`` means nothing without graphs. Raises `ContextError` in a replica.
@@ -104,7 +106,7 @@ class VersionOneCalls:
         context.require_cross(self, "experimental_make_numpy_dataset")
         return v1_iterators.array_dataset(numpy_input)
 
-    def update_config_proto(self: Any, config_proto: Any) -> Any:
+    def update_config_proto(self: StrategyLike, config_proto: Any) -> Any:
         """A copy of ``config_proto``, a mapping or an OmegaConf config, with what this strategy sets in it.
 
         That is ``isolate_session_state``: whether no other process shares this one's variables.
@@ -114,7 +116,11 @@ class VersionOneCalls:
         return changed
 
     def configure(
-        self: Any, session_config: Any = None, cluster_spec: Any = None, task_type: Any = None, task_id: Any = None
+        self: StrategyLike,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: Any = None,
+        task_id: Any = None,
     ) -> None:
         """`update_config_proto` on ``session_config`` itself. A cluster belongs into the strategy's constructor."""
         if cluster_spec is not None or task_type is not None or task_id is not None:
@@ -125,17 +131,17 @@ class VersionOneCalls:
         if session_config is not None:
             _set_settings(session_config, self)
 
-    def unwrap(self: Any, value: Any) -> tuple[Any, ...]:
+    def unwrap(self: StrategyLike, value: Any) -> tuple[Any, ...]:
         """`Strategy.local_results`."""
-        return self.local_results(value)  # type: ignore[no-any-return]
+        return self.local_results(value)
 
-    def group(self: Any, value: Any, name: str | None = None) -> Any:
+    def group(self: StrategyLike, value: Any, name: str | None = None) -> Any:
         """The one component of ``value``. None where there are several: in a graph that would be an operation that
         runs them all, and here they have run."""
         components = self.local_results(value)
         return components[0] if len(components) == 1 and name is None else None
 
-    def colocate_vars_with(self: Any, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self: StrategyLike, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """`StrategyExtended.colocate_vars_with`."""
         return self.extended.colocate_vars_with(colocate_with_variable)  # type: ignore[no-any-return]
 
