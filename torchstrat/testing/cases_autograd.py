@@ -378,6 +378,8 @@ CASES = (
     Case("checkpoint_not_reentrant", partial(checkpointed, use_reentrant=False)),
     Case("assigned_gradients", partial(assigned_gradients, accumulate_in_place=False)),
     Case("assigned_gradients_in_place", partial(assigned_gradients, accumulate_in_place=True)),
+    Case("assigned_gradients_uneven", partial(assigned_gradients, accumulate_in_place=False), uneven),
+    Case("assigned_gradients_in_place_uneven", partial(assigned_gradients, accumulate_in_place=True), uneven),
     Case("functional_call", through_functional_call),
     Case("unused_on_all_but_one_replica", unused_parameters, partial(_first_row_asks, 6)),
     Case("unused_on_all_sometimes", unused_parameters, partial(_first_row_asks, 2)),

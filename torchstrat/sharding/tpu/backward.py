@@ -276,7 +276,16 @@ class LaneBackward:
     def combined_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient that a step assigns to a variable: what the replicas' ones combine to."""
         with self._lanes.left("an assignment to .grad"):
-            return self._weights.with_factors(self._lanes.stacked(gradient)).sum(dim=0)
+            own = self._weights.with_factors(self._lanes.stacked(gradient)).sum(dim=0)
+
+            def combine(shares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+                if len(shares) == 1:
+                    return shares
+                total = torch.stack(list(shares.values())).sum(dim=0)
+                return {index: total.clone() for index in shares}  # each pass may edit its gradient in place
+
+            combined: torch.Tensor = self._meet("an assignment to .grad", own, combine)
+            return combined
 
     def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         """``[lanes]``: what each lane differentiates."""
