@@ -17,7 +17,7 @@ one, so that there are second derivatives as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -33,6 +33,8 @@ STAND_IN = "_stand_in"
 class CutTensor(DTensor):
     """Made by `cut_tensor` only."""
 
+    apply: ClassVar[Callable[[Any, Sequence[type], Sequence[Any], dict[str, Any]], Any]]
+    """What a function is on such tensors; `operators.rules` puts it here."""
     _devices: LogicalDevices
     _cut: Cut
     _whole_shape: torch.Size
@@ -47,9 +49,7 @@ class CutTensor(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        from torchstrat.sharding.dtensor.operators import apply
-
-        return apply(func, types, args, kwargs or {})
+        return cls.apply(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

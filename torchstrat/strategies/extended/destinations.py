@@ -6,27 +6,44 @@ A destination is a device name, a variable, or a distributed value; the last two
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from torchstrat.core.communicator import within
+from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import DistributedValues, Mirrored
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+from torchstrat.sharding.annotations import Annotator
 
-if TYPE_CHECKING:
-    from torchstrat.strategies.strategy import Strategy
+
+class ExtendedStrategy(StrategyLike, Protocol):
+    """A `Strategy`, as its `StrategyExtended` knows it."""
+
+    @property
+    def _annotator(self) -> Annotator | None: ...
+    @property
+    def _communication(self) -> str: ...
+    @property
+    def _variable_places(self) -> str: ...
+    def _check_replicas(self, when: str) -> None: ...
+    def _colocating(self, variable: Any) -> AbstractContextManager[None]: ...
+    def _device_named(self, name: str | torch.device) -> str: ...
+    def _place_of(self, variable: Any) -> str | None: ...
+    def _pull(self, modules: list[nn.Module] | None) -> None: ...
 
 
 Places = str | list[tuple[int, str]]
 """One device, or a device for each of several replicas."""
 
 
-def reduce_to(strategy: Strategy, reduce_op: Any, value: Any, destinations: Any) -> Any:
+def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: Any, destinations: Any) -> Any:
     """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
     op = ReduceOp.parse(reduce_op)
     places = _places(strategy, destinations)
@@ -40,7 +57,7 @@ def reduce_to(strategy: Strategy, reduce_op: Any, value: Any, destinations: Any)
     return _put(value, places)
 
 
-def batch_reduce_to(strategy: Strategy, reduce_op: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+def batch_reduce_to(strategy: ExtendedStrategy, reduce_op: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
     """`reduce_to` for each ``(value, destinations)`` pair, in order."""
     op = ReduceOp.parse(reduce_op)
     if not pairs and strategy._wraps_values:
@@ -48,7 +65,7 @@ def batch_reduce_to(strategy: Strategy, reduce_op: Any, pairs: Sequence[tuple[An
     return [reduce_to(strategy, op, value, destinations) for value, destinations in pairs]
 
 
-def broadcast_to(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
+def broadcast_to(strategy: ExtendedStrategy, tensor: Any, destinations: Any) -> Any:
     """A copy of ``tensor`` at each destination. A Python number is everywhere already."""
     if isinstance(tensor, bool | int | float):
         return tensor
@@ -71,13 +88,14 @@ def _copy(value: Any, device: str) -> Any:
     return value.to(torch_device(device), copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _places(strategy: Strategy, destinations: Any) -> Places:
+def _places(strategy: ExtendedStrategy, destinations: Any) -> Places:
     if isinstance(destinations, str | torch.device):
         if destinations == "":
             raise InvalidArgumentError("destinations is an empty string; name a device, or pass a variable or a value.")
         return strategy._device_named(destinations)
     if isinstance(destinations, ShardedVariable):
-        return strategy.extended.device_of(destinations)
+        place: str = strategy.extended.device_of(destinations)
+        return place
     if isinstance(destinations, Variable):
         mirrored = bool(destinations._components)
         return _of_replicas(strategy, destinations._replicas) if mirrored else destinations._cells[0].device
@@ -97,6 +115,6 @@ def join_places(shards: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(shards))
 
 
-def _of_replicas(strategy: Strategy, replicas: tuple[int, ...]) -> Places:
+def _of_replicas(strategy: ExtendedStrategy, replicas: tuple[int, ...]) -> Places:
     places = [(replica, strategy._engine.device_of_replica(replica)) for replica in replicas]
     return places[0][1] if strategy.num_replicas_in_sync == 1 else places

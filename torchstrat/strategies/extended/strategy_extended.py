@@ -28,14 +28,19 @@ from torchstrat.core.variable.variable import Variable, updating
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.per_process.drift import PeriodicChecks
 from torchstrat.strategies.extended import destinations as placing
+from torchstrat.strategies.extended.destinations import ExtendedStrategy
 
 if TYPE_CHECKING:
     from torchstrat.sharding.dtensor.devices import Traffic
-    from torchstrat.strategies.strategy import Strategy
 
 
 def update(
-    strategy: Strategy, var: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy,
+    var: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: bool,
 ) -> Any:
     """Call ``fn`` for each component of ``var`` in cross-replica context; see `StrategyExtended.update`."""
     one_replica = strategy._variable_placement is VariablePlacement.ONE
@@ -54,7 +59,7 @@ def update(
 
 
 def update_non_slot(
-    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     """Call ``fn`` where state that belongs to no single variable lives: once, or once per replica where mirrored."""
     if strategy._variable_placement is VariablePlacement.MIRRORED:
@@ -63,7 +68,7 @@ def update_non_slot(
 
 
 def _once(
-    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     central = strategy._variable_placement is VariablePlacement.CENTRAL
 
@@ -79,7 +84,7 @@ def _once(
 
 
 def _for_each(
-    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
     replicas, results = strategy._engine.local_replicas, []
@@ -105,7 +110,7 @@ def _group(leaves: tuple[Any, ...], replicas: tuple[int, ...]) -> Any:
     return Mirrored(leaves, replica_ids=replicas)
 
 
-def _opened(strategy: Strategy, result: Any) -> Any:
+def _opened(strategy: ExtendedStrategy, result: Any) -> Any:
     replicas = strategy._engine.local_replicas
     return nest.map_structure(lambda leaf: local_results(leaf, replicas), result)
 
@@ -123,7 +128,7 @@ class StrategyExtended:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: ExtendedStrategy,
         worker_devices: tuple[str, ...],
         parameter_devices: tuple[str, ...],
         cluster_resolver: Any = None,
