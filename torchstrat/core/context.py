@@ -247,7 +247,11 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """A 1-tuple: the device this replica computes on, such as ``"cpu:1"``."""
-        return (self._strategy._engine.device_of_replica(self.replica_id_in_sync_group),)
+        return (self._engine.device_of_replica(self.replica_id_in_sync_group),)
+
+    @property
+    def _engine(self) -> ReplicaEngine:
+        return self._strategy._engine
 
     def _require_current(self, call: str) -> None:
         if get_replica_context() is not self:
@@ -265,7 +269,7 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(reduce_op)
         self._require_current("all_reduce")
-        return self._strategy._engine.all_reduce(op, value)
+        return self._engine.all_reduce(op, value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Every replica's ``value`` (tensor or nest) joined along ``axis``, in replica order, on every replica.
@@ -274,7 +278,7 @@ class ReplicaContext:
         """
         axis = parse_gather_axis(axis)
         self._require_current("all_gather")
-        return self._strategy._engine.all_gather(value, axis)
+        return self._engine.all_gather(value, axis)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``merge_fn(strategy, *args, **kwargs)`` once for all replicas, in cross-replica context.
@@ -285,7 +289,7 @@ class ReplicaContext:
         """
         require_callable(merge_fn, "merge_call")
         self._require_current("merge_call")
-        return self._strategy._engine.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+        return self._engine.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
     def set_weight(self, weight: float) -> None:
         """Say how much this replica's gradients count in this run's mean, instead of its number of rows.
@@ -294,7 +298,7 @@ class ReplicaContext:
         Call it before ``backward``, on every replica. Non-negative; 0 leaves this replica's gradients out.
         """
         self._require_current("set_weight")
-        self._strategy._engine.set_weight(weight)
+        self._engine.set_weight(weight)
 
     def __enter__(self) -> ReplicaContext:
         _frames.stack.append(_Frame(self._strategy, self))

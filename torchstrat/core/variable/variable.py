@@ -17,6 +17,7 @@ from torchstrat.core import context, reduction
 from torchstrat.core.communicator import Communicator, within
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import (
     InvalidArgumentError,
     ReplicaDivergenceError,
@@ -208,6 +209,10 @@ class Variable(TensorLike):
         """Pickled and saved as a plain tensor: strategies do not travel."""
         return self._cell().copy().__reduce_ex__(protocol)
 
+    @property
+    def _engine(self) -> ReplicaEngine:
+        return self._strategy._engine
+
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def read_value(self) -> torch.Tensor:
@@ -243,7 +248,7 @@ class Variable(TensorLike):
         """Where a value read here lives. `StrategyExtended.device_of` tells where the variable does."""
         replica = self._own_replica()
         if replica is not None and self._kind is VariablePlacement.CENTRAL:
-            return torch_device(self._strategy._engine.device_of_replica(replica))
+            return torch_device(self._engine.device_of_replica(replica))
         return self._cell().value_device
 
     @property
@@ -287,9 +292,9 @@ class Variable(TensorLike):
             )
         with within(f"reading Variable {self.name!r}"):
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return from_first_replica(self._strategy._engine, self._cells[0].copy())
+                return from_first_replica(self._engine, self._cells[0].copy())
             op = ReduceOp.from_variable_aggregation(self.aggregation)
-            total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
+            total: torch.Tensor = self._engine.reduce(op, self._per_replica(), None)
         return total.to(self._cells[0].value_device)
 
     def _per_replica(self) -> PerReplica[Any]:
@@ -302,7 +307,7 @@ class Variable(TensorLike):
 
     def _reduced(self, op: ReduceOp, axis: Axis) -> Any:
         """`Strategy.reduce` of this variable. It is equal on all replicas, so its own mean, unless it is ON_READ."""
-        engine = self._strategy._engine
+        engine = self._engine
         if axis is not None or self._is_on_read:
             whole = self._kind is VariablePlacement.ONE
             return engine.reduce(op, self.read_value() if whole else self._per_replica(), axis)
@@ -312,7 +317,7 @@ class Variable(TensorLike):
 
     def _gathered(self, dim: int) -> torch.Tensor:
         """`Strategy.gather` of this variable: its components joined; a single one as it is."""
-        engine = self._strategy._engine
+        engine = self._engine
         if self._components:
             joined: torch.Tensor = engine.gather(self._per_replica(), dim)
             return joined
@@ -364,9 +369,7 @@ class Variable(TensorLike):
         if not self._components:
             if isinstance(value, PerReplica):
                 with within(f"{edit.value} of Variable {self.name!r}"):
-                    value = from_first_replica(
-                        self._strategy._engine, to_tensor(value.values[0], self.dtype, edit.value)
-                    )
+                    value = from_first_replica(self._engine, to_tensor(value.values[0], self.dtype, edit.value))
             self._write(edit, to_tensor(value, self.dtype, edit.value))
             return self
         if only is None and self._is_on_read and self.aggregation is VariableAggregation.SUM:
@@ -397,7 +400,7 @@ class Variable(TensorLike):
                 f"{self._strategy.num_replicas_in_sync} replicas would each assign to the one copy. Create it with "
                 "aggregation=ts.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign outside of run."
             )
-        engine = self._strategy._engine
+        engine = self._engine
         if not spans_processes(engine):
             merged: Variable = engine.merge_call(_merge, (self, edit, Given(value)), {})
             return merged

@@ -57,7 +57,7 @@ _WRITE_SECONDS = 3600.0
 
 
 class ServerCheckpoint:
-    """The servers of one open strategy, as a checkpoint sees them."""
+    """The servers of one open strategy, as a checkpoint sees them; see `Servers`."""
 
     def __init__(self, job: Job, dispatcher: Dispatcher) -> None:
         self._job, self._dispatcher = job, dispatcher
@@ -75,38 +75,30 @@ class ServerCheckpoint:
         return self._job.optimizer_number(optimizer)
 
     def push_options(self, optimizer: Optimizer) -> None:
-        """The servers get the parameter groups that the program has now."""
         self._job.push_options(optimizer)
 
     # -- random numbers ---------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """What the random numbers of the next function follow from. While no function runs."""
         ended = self._dispatcher.ended_functions
         return {"seed": self._job.seed, "functions": ended + self._job.functions_elsewhere}
 
     def load_counters(self, state: Mapping[str, int]) -> None:
-        """Let the next function draw what that of the training would have drawn, whatever its number is here."""
         self._job.seed = state["seed"]
         self._job.functions_elsewhere = state["functions"] - self._dispatcher.next_function
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def prepare_to_save(self) -> None:
-        """The servers get what the program has made or written since. Raises `ParameterServerUnavailable`."""
         self._job.commit()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block in which no function is half-way on the servers, and none begins; the program's optimizers have what
-        steps have set in their groups. Raises `CommunicationTimeoutError` naming functions that do not end, and
-        `ParameterServerUnavailable`."""
         with self._dispatcher.paused(self._job.timeout_seconds, "saving a checkpoint"):
             self._job.pull_options(self._job.optimizers())
             yield
 
     def begin(self) -> JobCut:
-        """Let all servers mark what they hold at this moment. Raises `ParameterServerUnavailable`."""
         token = uuid.uuid4().hex
         try:
             return JobCut(self._job, token, self._job.servers.ask_all("ps.begin_checkpoint", token))
@@ -117,7 +109,6 @@ class ServerCheckpoint:
     # -- restoring --------------------------------------------------------------------------------------------------
 
     def prepare_to_restore(self) -> None:
-        """Give variables that are new their places. Nobody is asked: a server may be gone."""
         self._job.variables.place_new()
 
     def restore(
@@ -126,7 +117,6 @@ class ServerCheckpoint:
         slots: Sequence[RemoteSlot],
         states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
     ) -> ServersRestoring:
-        """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
         self._dispatcher.wait(self._job.timeout_seconds)
         slots = list({slot.spec.number: slot for slot in slots}.values())  # one of a variable's names is enough
         started_again = self._job.readmit_servers()
@@ -172,8 +162,7 @@ class ServerCheckpoint:
 
 
 class JobCut:
-    """All servers have marked what they held at one moment, and wait to be told what to write of it. Until `end` they
-    save what changes."""
+    """See `ServerCut`."""
 
     def __init__(self, job: Job, token: str, reports: Mapping[int, CutReport]) -> None:
         self._job = job
@@ -183,8 +172,6 @@ class JobCut:
     def write(
         self, folder: Path, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
     ) -> ServersWritten:
-        """Let every server write its part into ``folder``. Raises `ParameterServerUnavailable`, and
-        `InvalidArgumentError` naming the server that cannot write there."""
         reports: dict[int, WriteReport] = self._job.servers.ask(
             "ps.write_checkpoint", self._orders(folder, slots, states, first_number), timeout_seconds=_WRITE_SECONDS
         )
@@ -220,7 +207,6 @@ class JobCut:
         return orders
 
     def end(self) -> None:
-        """It was written, or will not be. Does not wait."""
         _end(self._job, self._token)
 
 
@@ -246,7 +232,7 @@ def _by_server(
 
 
 class ServersRestoring:
-    """All servers have read and hold it ready."""
+    """See `Restoring`."""
 
     def __init__(self, job: Job, dispatcher: Dispatcher, token: str, specs: Sequence[RemoteVariable]) -> None:
         self._job = job
@@ -255,7 +241,6 @@ class ServersRestoring:
         self._specs = specs
 
     def adopt(self) -> None:
-        """All servers take over; the coordinator's copies follow; functions may run again."""
         self._job.servers.ask_all("ps.adopt_checkpoint", AdoptOrder(self._token, self._dispatcher.next_function))
         self._job.pull_variables(self._specs)
         for optimizer in self._job.optimizers():

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from torchstrat.core import context, memory, nest
 from torchstrat.core.context import enter, enter_cross
+from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import Mirrored, PerReplica, local_results, require_callable, select_replica
-from torchstrat.core.variable.storage import VariablePlacement, from_first_replica
+from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
 from torchstrat.core.variable.variable import Variable, updating
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.per_process.drift import PeriodicChecks
@@ -144,6 +145,10 @@ class StrategyExtended:
         kind, replicas, places = type(strategy).__name__, ", ".join(worker_devices), ", ".join(parameter_devices)
         logger.debug("%s is made: replicas here on %s, variables on %s.", kind, replicas, places)
 
+    @property
+    def _engine(self) -> ReplicaEngine:
+        return self._strategy._engine
+
     # -- facts ------------------------------------------------------------------------------------------------------
 
     @property
@@ -159,7 +164,7 @@ class StrategyExtended:
     @property
     def gradient_reduce_op(self) -> ReduceOp:
         """How gradients of the replicas are combined: `ReduceOp.MEAN` (the default) or `ReduceOp.SUM`."""
-        return self._strategy._engine.gradient_op
+        return self._engine.gradient_op
 
     @property
     def logical_traffic(self) -> Traffic | None:
@@ -181,8 +186,7 @@ class StrategyExtended:
     @property
     def experimental_between_graph(self) -> bool:
         """TensorFlow's flag: whether each process makes its own part of the program."""
-        spans_processes = len(self._strategy._engine.local_replicas) < self._strategy.num_replicas_in_sync
-        return spans_processes or self._strategy._variable_placement is VariablePlacement.CENTRAL
+        return spans_processes(self._engine) or self._strategy._variable_placement is VariablePlacement.CENTRAL
 
     @property
     def experimental_should_init(self) -> bool:
@@ -247,7 +251,7 @@ class StrategyExtended:
 
         if context.replica_of(self._strategy, "update") is None:
             return across(self._strategy, *args, **(kwargs or {}))
-        return self._strategy._engine.merge_call(across, tuple(args), dict(kwargs or {}))
+        return self._engine.merge_call(across, tuple(args), dict(kwargs or {}))
 
     def update_non_slot(
         self,
@@ -283,7 +287,7 @@ class StrategyExtended:
             return v._strategy is self._strategy
         if isinstance(v, ShardedVariable):
             return all(map(self.variable_created_in_scope, v.variables))
-        return isinstance(v, torch.Tensor) and v in self._strategy._engine.registry
+        return isinstance(v, torch.Tensor) and v in self._engine.registry
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
@@ -312,7 +316,7 @@ class StrategyExtended:
         "only_first_replica" mean that the last one stays; "none" is refused when a function is scheduled. The
         coordinator has to call it.
         """
-        self._strategy._engine.registry.buffer_rules.set(module, name, aggregation)
+        self._engine.registry.buffer_rules.set(module, name, aggregation)
 
     def check_replicas(self) -> None:
         """Make sure that what has to be equal on all replicas is: parameters, buffers, optimizer state and settings,
@@ -350,7 +354,7 @@ class StrategyExtended:
         return self._parameter_devices
 
     def _smallest_name(self, var_list: Sequence[Any]) -> Any:
-        registry = self._strategy._engine.registry
+        registry = self._engine.registry
 
         def name(variable: Any) -> str:
             return variable.name if isinstance(variable, Variable) else registry.describe(variable)
@@ -374,7 +378,7 @@ class StrategyExtended:
         replica = context.replica_of(self._strategy, "device_of")
         if replica is None or self._strategy._variable_placement is not VariablePlacement.MIRRORED:
             return self._parameter_devices[0]
-        return self._strategy._engine.device_of_replica(replica)
+        return self._engine.device_of_replica(replica)
 
     def describe(self) -> str:
         """What this strategy runs on, in words: replicas, devices, and how replicas talk to each other and why so. On a
@@ -382,7 +386,7 @@ class StrategyExtended:
 
         Local: any process may call it alone.
         """
-        engine = self._strategy._engine
+        engine = self._engine
         return (
             f"{type(self._strategy).__name__}: {engine.num_replicas} replicas, {len(engine.local_replicas)} of them in "
             f"this process on {', '.join(self.worker_devices)}; variables on {self._strategy._variable_places}; "
@@ -396,7 +400,7 @@ class StrategyExtended:
         its parameters; neither is changed. Counts the state that stays between steps, over all processes of the job,
         without activations and batches. Local: any process may call it alone.
         """
-        return memory.estimate(model, optimizer, self._strategy._engine.copies())
+        return memory.estimate(model, optimizer, self._engine.copies())
 
     def _remember(self, variable: Variable) -> None:
         """Number a variable that every process creates. Those made in a replica's code are left out, because a process
