@@ -29,7 +29,6 @@ with _importing.without_collection():
     from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
     from torchstrat.distributed import cluster_resolver
     from torchstrat.parameter_server import partitioners
-    from torchstrat.parameter_server.coordinator import ClusterCoordinator
     from torchstrat.parameter_server.embedding import (
         embedding_lookup,
         embedding_lookup_sparse,
@@ -58,6 +57,7 @@ with _importing.without_collection():
     from torchstrat.strategies.one_device import OneDeviceStrategy
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
     from torchstrat.strategies.strategy import Strategy
+    from torchstrat.strategies.tf_coordinator import ClusterCoordinator
     from torchstrat.strategies.tpu import TPUStrategy
 
 # The paths of modules that programs may have typed, beside those that they have in their folders.

@@ -10,6 +10,8 @@ import torchstrat as ts
 
 strategy = ts.ParameterServerStrategy(ts.cluster_resolver.TFConfigClusterResolver())
 coordinator = ts.ClusterCoordinator(strategy)
+assert_type(coordinator, ts.ClusterCoordinator)
+assert_type(coordinator.strategy, ts.ParameterServerStrategy)
 
 
 def loss() -> torch.Tensor:
