@@ -167,6 +167,17 @@ class Steps(Area):
             weight = nn.Parameter(torch.ones(3))
         strategy.run(lambda: weight.sum())
 
+    @warns(r"Trainer\.steps has grown by 2", "share the object", r"outside of Strategy\.run")
+    def a_count_of_steps_in_an_object(self) -> None:
+        class Trainer:
+            def __init__(self) -> None:
+                self.steps = 0
+
+            def step(self) -> None:
+                self.steps += 1
+
+        self.mirrored().run(Trainer().step)
+
     @right("It is found in the step, before it steps: the model is what counts.")
     def an_optimizer_made_outside_of_the_scope(self) -> None:
         strategy = self.mirrored()

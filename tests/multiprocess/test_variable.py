@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -147,3 +148,30 @@ def test_extended_over_processes(kind: str, two_processes: Workers) -> None:
             "updated in run": [number + 1 for number in own],
             "weight": [[2.0, 2.0]],
         }
+
+
+class Counter:
+    """Of the program's own: no module and no `ts.Variable`."""
+
+    def __init__(self) -> None:
+        self.steps = self.numbers = 0
+
+
+def counted(batches: list[int]) -> tuple[int, list[str]]:
+    """What the object of this process counts, and what is said of it."""
+    counter = Counter()
+
+    def step(x: torch.Tensor) -> None:
+        counter.steps += 1
+        counter.numbers += x.numel()
+
+    with opened("mirrored") as strategy, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in strategy.distribute_dataset([torch.ones(rows, 2) for rows in batches]):
+            strategy.run(step, args=(batch,))
+    return counter.steps, [str(warning.message).split(" has grown")[0] for warning in caught]
+
+
+def test_a_count_of_steps_that_a_rank_without_rows_misses_is_said_there(two_processes: Workers) -> None:
+    assert two_processes.run(counted, [4, 1, 4, 1]) == [(4, []), (2, ["Counter.steps"])]
+    assert two_processes.run(counted, [4, 4]) == [(2, []), (2, [])]

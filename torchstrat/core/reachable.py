@@ -44,6 +44,7 @@ _ATOMS: tuple[type, ...] = (
     torch.device,
     types.BuiltinFunctionType,
 )
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _WHOLES: tuple[type, ...] = (torch.Tensor, nn.Module, types.ModuleType, *HELPER_TYPES)  # looked at in any case
 
 # Of types: every run asks.
@@ -82,6 +83,8 @@ class Reached:
     generators: list[Any] = dataclasses.field(default_factory=list)
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors that are no parameters, nor leaves with a gradient."""
+    objects: list[Any] = dataclasses.field(default_factory=list)
+    """Of classes of the program's own."""
 
 
 class Start:
@@ -195,10 +198,15 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
         yield from itertools.islice(value, _MAX_MEMBERS)
     elif isinstance(value, Mapping) and nest.is_nested(value):  # which OmegaConf's are not: they hold no tensors
         yield from itertools.islice(value.values(), _MAX_MEMBERS)
-    elif callable(value) and not isinstance(value, types.ModuleType):
-        yield from _from_callable(value)
     elif not isinstance(value, types.ModuleType):
-        yield from _attributes(value)
+        if (
+            hasattr(value, "__dict__")
+            and hasattr(value, "__weakref__")
+            and not isinstance(value, _FUNCTIONS)
+            and not _is_library(type(value).__module__)
+        ):
+            reached.objects.append(value)
+        yield from _from_callable(value) if callable(value) else _attributes(value)
 
 
 def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:

@@ -139,6 +139,8 @@ class VariableRegistry:
         self._helpers = WeakOrdered()
         self._vectors = WeakOrdered()
         self._buffer_views = WeakOrdered()
+        self.objects: list[weakref.ref[Any]] = []
+        """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self._given_up = WeakOrdered()
         self._released = WeakOrdered()
         self._lone = WeakOrdered()  # optimizers that steps have made over tensors in no module
@@ -253,9 +255,11 @@ class VariableRegistry:
         before = self._walked.get(step)
         is_new = before is None or not start.is_same(before) or (self.looks_for_flat and self._has_new_flat_memory())
         self.may_create = is_new or step in self._copying
+        self.objects = []
         if start.is_closed and not is_new:
             return []
         found = start.walk(again=not is_new)
+        self.objects = [weakref.ref(one) for one in found.objects]
         adopted = self._record(found)
         if is_new:
             self._note_vectors(found.plain)

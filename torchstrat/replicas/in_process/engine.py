@@ -56,6 +56,7 @@ from torchstrat.replicas.state import (
     edited_differently,
     state_edited_differently,
 )
+from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 
@@ -113,6 +114,7 @@ class InProcessReplicas:
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
+        self._counts = StepCounts()
         self._renorms = RenormCheck(strategy, len(devices), self.registry)
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0]) and local is None
@@ -226,7 +228,9 @@ class InProcessReplicas:
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
             if not weights.active:
                 return PerReplica((), weights=weights)
+            self._counts.begin(self.registry.objects if len(inputs) > 1 else ())
             results = self._run_replicas(baton, weights, fn, inputs)
+            self._counts.warn_of_shared(len(inputs))
             if self._gradients.is_pending:
                 if len(weights.active) < self.num_replicas:
                     self._between_runs(weights, self._gradients.combine_parts)

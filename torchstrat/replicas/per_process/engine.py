@@ -56,6 +56,7 @@ from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings
+from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.transfer import broadcast_tensors
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
@@ -114,6 +115,7 @@ class PerProcessReplica:
         self._entering = enter(strategy, ReplicaContext(strategy, communicator.rank))
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
+        self._counts = StepCounts()
         self._renorms = RenormCheck(strategy, communicator.size, self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
@@ -389,6 +391,7 @@ class PerProcessReplica:
             self._torch_device,
             self._is_of_owner,
             self._storage,
+            self._counts,
         )
         idle.before_run()
         if self._gradients.pending:

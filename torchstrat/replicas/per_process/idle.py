@@ -31,6 +31,7 @@ from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.per_process.edits import level_plain
 from torchstrat.replicas.per_process.step_policies import OWNER
 from torchstrat.replicas.roster import Rosters
+from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 BEFORE = "the start of a run (some replicas have no rows)"
@@ -60,6 +61,8 @@ class _Manifest(NamedTuple):
     pending: bool
     attributes: dict[tuple[int, str], _Told]
     """Of modules, which the step has changed."""
+    counted: list[str]
+    """Of the program's objects, attributes to which the step has added 1."""
     helpers: list[Any]
 
 
@@ -82,6 +85,7 @@ class IdleReplicas:
         device: torch.device,
         is_of_owner: Callable[[Optimizer], bool],
         storage: CentralStorage | None,
+        counts: StepCounts,
     ) -> None:
         self._world = world
         self._device = device
@@ -94,6 +98,7 @@ class IdleReplicas:
         self._keeping_state = keeping_state
         self._is_of_owner = is_of_owner
         self._storage = storage
+        self._counts = counts
 
     # -- before -----------------------------------------------------------------------------------------------------
 
@@ -102,6 +107,7 @@ class IdleReplicas:
             self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
         if self._first != OWNER:
             self._lend_state()
+        self._counts.begin(self._registry.objects)
         self._attributes = _attributes_of(self._registry) if self._world.rank == self._first else {}
 
     def _lend_state(self) -> None:
@@ -129,6 +135,7 @@ class IdleReplicas:
             self._materialise(manifest)
             self._load_helpers(manifest.helpers)
             _put_attributes(self._registry, manifest.attributes)
+            self._counts.warn_of_missed(manifest.counted)
         level_plain(self._world, self._registry, self._first, AFTER)
         self._hand_over_values(manifest)
         self._hand_over_gradients(manifest)
@@ -160,6 +167,7 @@ class IdleReplicas:
             self._records.for_idle(roster),
             self._gradients.pending,
             _changed_attributes(self._registry, self._attributes),
+            self._counts.grown_by(1),
             [self._state_of(helper) for helper in self._registry.helpers()],
         )
 
