@@ -10,7 +10,8 @@ from unittest.mock import patch
 from tests.matrix.places import LOGICAL_DEVICES
 from tests.matrix.table import PlantedFault
 from torchstrat.checkpoint import job_state
-from torchstrat.core.variable import assignment, variable
+from torchstrat.core.communicator import within
+from torchstrat.core.variable import variable
 from torchstrat.distributed.collectives import agreement, notes, process_group, standstill
 from torchstrat.distributed.collectives.notes import FailureBoard
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
@@ -40,10 +41,10 @@ def _without_names() -> AbstractContextManager[object]:
     return patch.object(LogicalDevices, "_call", "a sum or an exchange of pieces")
 
 
-_heard = notes.Words._listen
+_heard = notes.StoredWords._listen
 
 
-def _listen_in_vain(self: notes.Words) -> dict[int, str]:
+def _listen_in_vain(self: notes.StoredWords) -> dict[int, str]:
     try:
         return _heard(self)
     except process_group.PeersMissingError:
@@ -55,12 +56,12 @@ _meet = Lockstep.meet
 FAULTS = (
     PlantedFault(
         "an assignment's exchange is not told from another's",
-        _off(assignment, "within", lambda call: nullcontext()),
+        _off(variable, "within", lambda call: within(call) if call.startswith("reading") else nullcontext()),
         (_cell("assign_add", "makes its twin", SHARED), _cell("assign_add", "makes its twin", SOCKETS)),
     ),
     PlantedFault(
         "reading a variable is not told from a reduce",
-        _off(variable, "within", lambda call: nullcontext()),
+        _off(variable, "within", lambda call: nullcontext() if call.startswith("reading") else within(call)),
         (_cell("read", "makes its twin", SOCKETS),),
     ),
     PlantedFault(
@@ -80,7 +81,7 @@ FAULTS = (
     ),
     PlantedFault(
         "words that do not come are no error",
-        _off(notes.Words, "_listen", _listen_in_vain),
+        _off(notes.StoredWords, "_listen", _listen_in_vain),
         (_cell("end of a pass", "is stopped", SHARED),),
     ),
     PlantedFault(

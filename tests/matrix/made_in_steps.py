@@ -18,8 +18,9 @@ from torch import nn
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas.newborn import Newborn, Twins
+from torchstrat.replicas.newborn import Twins
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 Kept = dict[str, Any]
@@ -159,7 +160,7 @@ FAULTS = (
     ),
     PlantedFault(
         "nobody notices an optimizer that a later step goes on with",
-        lambda: patch.object(Newborn, "before_step", lambda self, then: then),
+        lambda: patch.object(VariableRegistry, "note_step_of", lambda *_: None),
         ("a leaf tensor of all rows | kept | torchrun mirrored",),
     ),
 )

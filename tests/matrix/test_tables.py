@@ -45,3 +45,10 @@ def test_planted_fault_is_caught(table: Table, fault: PlantedFault, launcher: La
     assert any(misses(cell.expected, launcher.run(table, cell, fault)) for cell in cells), (
         f"with {fault.name!r} planted, all of {list(fault.cells)} come to what they have to"
     )
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_what_a_planted_fault_switches_off_is_there(table: Table) -> None:
+    for fault in table.faults:
+        with fault.plant():
+            pass
