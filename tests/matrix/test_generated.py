@@ -58,6 +58,9 @@ ONCE_WRONG = {
     "such a sum after one that a step has used": drawn(
         loss="sum", backward="autograd.grad", hook="tensor hooks that scale", update="closure"
     ),
+    "a sum that is zeroed in place in a step that a replica sits out": drawn(
+        loss="sum", zero="in place", over="accumulated", rows=(2, 1, 2, 2)
+    ),
 }
 """What drawn programs have shown and was repaired, by what it was about."""
 

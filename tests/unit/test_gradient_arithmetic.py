@@ -46,3 +46,27 @@ def test_a_replica_of_weight_0_sends_no_nan_back(call):
 
         strategy.run(step)
     assert torch.equal(model["scale"].grad, torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize("what", ["scaled", "zeroed", "assigned"])
+def test_sums_that_are_new_since_a_step_that_a_replica_sat_out(what):
+    """What the others have alike it has too; to parts of theirs it has nothing to add."""
+    with closing(ts.MirroredStrategy([*CPUS, "cpu:2"], gradient_reduce_op="sum")) as strategy:
+        with strategy.scope():
+            weight = torch.nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.SGD([weight], lr=1.0)
+
+        def step(x):
+            (weight * x).sum().backward()
+            optimizer.step()
+            if what == "assigned":
+                weight.grad = x.sum(0)
+            else:
+                weight.grad.mul_(0.5 if what == "scaled" else 0.0)
+
+        batches = [torch.ones(3, 2), torch.tensor([[1.0, 1.0], [3.0, 3.0]])]
+        for batch in strategy.distribute_dataset(batches):
+            strategy.run(step, args=(batch,))
+        found = strategy.experimental_local_results(strategy.run(lambda: weight.grad.clone()))
+        wanted = {"scaled": [2.75, 2.75, 2.75], "zeroed": [0.0, 0.0, 0.0], "assigned": [1.0, 3.0, 0.0]}[what]
+        assert [gradient.tolist() for gradient in found] == [[value, value] for value in wanted]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import CombinedGradient, Owned, is_left_over, is_plain
 from torchstrat.core.reduction import ReduceOp
+from torchstrat.distributed.collectives.agreement import fingerprint
 from torchstrat.replicas.roster import Layout, Roster
 
 
@@ -59,7 +60,7 @@ class GradientRecords:
     """The records of a run's variables, which last from run to run."""
 
     def __init__(self, op: ReduceOp) -> None:
-        self._op = op
+        self.op = op
         self._records: dict[int, GradientRecord] = {}
         self._layout: Layout | None = None
 
@@ -160,9 +161,9 @@ class GradientRecords:
             record = self.of(tensor)
             if record.lacks is not None:
                 return True
-            if not is_left_over(tensor.grad, record.combined, self._op):
+            if not is_left_over(tensor.grad, record.combined, self.op):
                 return False
-            return record.loose is None or is_left_over(tensor.grad, record.loose, self._op)
+            return record.loose is None or is_left_over(tensor.grad, record.loose, self.op)
 
         return [tensor for tensor in tensors if is_left(tensor)]
 
@@ -192,19 +193,36 @@ class GradientRecords:
     def status_of(self, tensor: torch.Tensor) -> GradientStatus:
         """That of a gradient with no part that is accumulated and not combined: alike on all ranks of the run."""
         combined = self.of(tensor).combined
-        if is_left_over(tensor.grad, combined, self._op):
+        if is_left_over(tensor.grad, combined, self.op):
             return GradientStatus.NEW
         return GradientStatus.USED if combined is not None and combined.used else GradientStatus.COMBINED
 
     def for_idle(self, roster: Roster) -> dict[str, GradientStatus]:
-        """After a run: what has become of the gradients that ranks without a part in it are to have too. Of a sum,
-        what is new is each rank's own."""
-        found = {name: self.status_of(tensor) for name, tensor in roster.items()}
-        is_sum = self._op is ReduceOp.SUM
-        return {name: status for name, status in found.items() if not (is_sum and status is GradientStatus.NEW)}
+        """After a run: what has become of the gradients, which ranks without a part in it are to have too."""
+        return {name: self.status_of(tensor) for name, tensor in roster.items()}
+
+    def new_in_sum(self, roster: Roster) -> dict[str, tuple[float, float]]:
+        """After a run that some ranks have sat out: fingerprints of gradients that are to be summed once more."""
+        if self.op is not ReduceOp.SUM:
+            return {}
+        return {
+            name: fingerprint([tensor.grad])
+            for name, tensor in roster.items()
+            if tensor.grad is not None and self.status_of(tensor) is GradientStatus.NEW
+        }
+
+    def settle(self, roster: Roster, found: Sequence[dict[str, tuple[float, float]]]) -> None:
+        """``found``: `new_in_sum` of the ranks that ran. What all of these have alike (a gradient that was zeroed in
+        place, or scaled, after its step) is combined, so that the others can have the same."""
+        for name, tensor in roster.items():
+            if name in found[0] and all(one.get(name) == found[0][name] for one in found):
+                self.take_over(tensor, tensor.grad, GradientStatus.COMBINED)
 
     def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, status: GradientStatus) -> None:
-        """Make ``gradient`` the one of ``tensor``. One that is a part of a flat buffer stays that."""
+        """Make ``gradient`` the one of ``tensor``. One that is a part of a flat buffer stays that. Of a sum, what is
+        new is the part of the rank that it comes from: this one has nothing to add."""
+        if gradient is not None and status is GradientStatus.NEW and self.op is ReduceOp.SUM:
+            gradient = torch.zeros_like(gradient)
         own = tensor.grad
         if gradient is not None and own is not None and own._is_view() and is_plain(own) and is_plain(gradient):
             gradient = own.copy_(gradient)

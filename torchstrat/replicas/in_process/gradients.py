@@ -316,6 +316,13 @@ class InProcessGradients:
         """What all replicas that took part have alike (combined, or zeroed) the others have too."""
         roster, leader = self._rosters.now(), self._replicas[0]
         tensors = dict(roster.items())
+        new = []
+        for replica in self._replicas:
+            with self._components.gradients_of(replica):
+                new.append(self._of[replica].records.new_in_sum(roster))
+        for replica in self._replicas if any(new) else ():
+            with self._components.gradients_of(replica):
+                self._of[replica].records.settle(roster, new)
         with self._components.gradients_of(leader):
             statuses = self._of[leader].records.for_idle(roster)
             found = {name: tensors[name].grad for name in statuses}

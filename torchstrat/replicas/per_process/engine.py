@@ -406,6 +406,7 @@ class PerProcessReplica:
                 if self._gradients.pending or self._gradients.no_sync:
                     own = self._weights.of(self._world.rank)
                     self._gradients.combine_parts(self._rosters.now(), group, own, is_all=False)
+                idle.settle_gradients(group)
             finally:
                 self._communicator = self._world
         result = idle.after_run(result, self._weights)

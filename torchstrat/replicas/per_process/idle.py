@@ -23,6 +23,7 @@ from torchstrat.core import nest
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import load_in_place
+from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.central.storage import CentralStorage
@@ -35,6 +36,7 @@ from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 BEFORE = "the start of a run (some replicas have no rows)"
+SETTLE = "the end of a run (gradients that are new in sums)"
 AFTER = "the end of a run (handing its results to replicas without rows)"
 
 
@@ -124,6 +126,14 @@ class IdleReplicas:
                         load_in_place(optimizer, state)
 
     # -- after ------------------------------------------------------------------------------------------------------
+
+    def settle_gradients(self, group: Communicator) -> None:
+        """Before the others are told. All ranks that ran call it."""
+        if self._records.op is not ReduceOp.SUM:
+            return
+        roster = self._rosters.now()
+        new = self._records.new_in_sum(roster)
+        self._records.settle(roster, group.all_gather_object(new, SETTLE) if group.size > 1 else [new])
 
     def after_run(self, result: Any, weights: Weights) -> Any:
         """Hand over. Returns the result of the run on this rank: without components, where it was idle."""
