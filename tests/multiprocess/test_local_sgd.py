@@ -21,6 +21,7 @@ from tests.support.local_steps import (
     close,
     local_sgd,
     rates_by_hand,
+    rates_of_a_wrapper,
 )
 from tests.support.replicas import EVERY_LINE
 from torchstrat.errors import InvalidArgumentError
@@ -91,6 +92,23 @@ def test_rates_that_ranks_set_are_their_own_until_a_round_ends(two_processes: Wo
 
 
 # -- the contract's cases ----------------------------------------------------------------------------------------------
+
+
+def train_wrapped() -> Found:
+    strategy = local_sgd(None)
+    try:
+        mine = Training(strategy, "wrapped")
+        losses = rates_of_a_wrapper(lambda start, stop: mine.train(batches(stop, 2)[start:]), [mine.job])
+        return losses, mine.values()
+    finally:
+        strategy.close()
+
+
+def test_groups_that_an_optimizer_shares_with_what_it_wraps_stay_shared(two_processes: Workers) -> None:
+    losses, values = joined(two_processes.run(train_wrapped))
+    by_hand = Simulation("wrapped", 2, 3)
+    close(losses, rates_of_a_wrapper(lambda start, stop: by_hand.train(batches(stop, 2)[start:]), by_hand.jobs))
+    close(values, by_hand.values())
 
 
 def run_contract(name: str, row: str) -> contract.Snapshot | str:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.matrix.gradient_updates import Lookahead
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 OPTIMIZERS: Mapping[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+    "wrapped": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.05, momentum=0.9)),
 }
 KIND = "sgd with momentum"
 ROWS = 4
@@ -179,6 +181,19 @@ def rates_by_hand() -> tuple[list[list[float]], list[list[float]]]:
     losses = simulation.train(batches(3, 2))
     simulation.jobs[1].optimizer.param_groups[0]["lr"] = 0.02
     return losses + simulation.train(batches(4, 2)[3:]), simulation.values()
+
+
+def rates_of_a_wrapper(train: Callable[[int, int], Any], jobs: Sequence[Job]) -> Any:
+    """Of an optimizer that another one wraps the state is changed, and then the rate of what wraps it.
+
+    ``train``: with the batches from the first number to the second."""
+    train(0, 2)
+    for job in jobs:
+        _reset_momentum(Job(job.model, job.optimizer.base))
+    train(2, 3)
+    for job in jobs:
+        _set_rate(job)
+    return train(3, 5)
 
 
 class Training:

@@ -22,6 +22,7 @@ from tests.support.local_steps import (
     close,
     local_sgd,
     rates_by_hand,
+    rates_of_a_wrapper,
     values,
 )
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
@@ -89,6 +90,14 @@ def test_rates_that_replicas_set_are_their_own_until_a_round_ends() -> None:
         with pytest.warns(UserWarning, match="have set lr of group 0 of SGD differently"):
             close(mine.train_at_rates(), losses)
         close(mine.values(), seen)
+
+
+def test_groups_that_an_optimizer_shares_with_what_it_wraps_stay_shared() -> None:
+    by_hand = Simulation("wrapped", 2, 3)
+    losses = rates_of_a_wrapper(lambda start, stop: by_hand.train(batches(stop, 2)[start:]), by_hand.jobs)
+    with training(kind="wrapped") as mine:
+        close(rates_of_a_wrapper(lambda start, stop: mine.train(batches(stop, 2)[start:]), [mine.job]), losses)
+        close(mine.values(), by_hand.values())
 
 
 def test_every_replica_needs_rows() -> None:

@@ -19,6 +19,7 @@ from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import MakesRounds
 from torchstrat.core.memory import Copies, local_copies
+from torchstrat.core.optimizers import load_in_place
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, select_replica
 from torchstrat.core.variables import VariableRegistry
@@ -213,4 +214,4 @@ class _OutsideChanges:
         for optimizer in edited:
             state = communicator.broadcast_object(optimizer.state_dict(), 0, OUTSIDE)
             if communicator.rank != 0:
-                optimizer.load_state_dict(state)
+                load_in_place(optimizer, state)
