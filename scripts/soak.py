@@ -59,6 +59,7 @@ PARTS = dict(
         _of_tables("lifetimes", "what has to go when it is dropped"),
         _of_tables("one_rank_alone", "calls that one rank makes alone"),
         _of_tables("made_in_steps", "what steps themselves make"),
+        _of_tables("held", "what modules hold under other names"),
         ("planted", Part(["tests/matrix/test_tables.py", "-k", "planted"], "that the tables notice planted faults")),
         ("random", Part(["tests/matrix/test_generated.py"], "2,000 random programs under every strategy")),
     ]

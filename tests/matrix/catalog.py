@@ -22,6 +22,7 @@ MODULES: Mapping[str, str] = {
     "lifetimes": "tests.matrix.lifetimes",
     "one_rank_alone": "tests.matrix.one_rank_alone",
     "made_in_steps": "tests.matrix.made_in_steps",
+    "held": "tests.matrix.held",
 }
 
 

@@ -32,10 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import optimizer_state, renormed_rows
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
@@ -593,8 +592,6 @@ def _has_meaning(row: Row, column: str) -> bool:
 
 
 def _expected(row_name: str, column: str, place: str) -> Expected:
-    if row_name == "attribute, a view of a buffer" and place in places.IN_PROCESS:
-        return refused(UnsupportedError, "keeps a view.*Make the view where it is used", "replicas copy buffers")
     if column == "edited differently" and row_name.startswith("buffer"):
         became = "their mean" if row_name == "buffer, floating" else "the first replica's"
         return documented(f"is {became}", "differs between replicas, and is .*set_aggregation")

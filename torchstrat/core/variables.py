@@ -59,8 +59,8 @@ class Members(NamedTuple):
     """`VariableRegistry.changes` of that moment."""
     vectors: list[torch.Tensor]
     """Tensors that steps reach, which share memory with variables or their gradients."""
-    viewed: set[int]
-    """Of storages of buffers: addresses of those of which steps reach another tensor, too."""
+    views: list[torch.Tensor]
+    """Tensors that steps reach, which share memory with buffers."""
 
 
 def _forget(kept: dict[int, Any], address: int, _: object) -> None:
@@ -137,8 +137,7 @@ class VariableRegistry:
         self._modules = WeakOrdered()
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
-        self._vectors = WeakOrdered()
-        self._buffer_views = WeakOrdered()
+        self._vectors, self._views = WeakOrdered(), WeakOrdered()
         self.objects: list[weakref.ref[Any]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self._given_up = WeakOrdered()
@@ -304,15 +303,15 @@ class VariableRegistry:
         variables = [tensor for tensor in members.tensors if has_address(tensor)]
         gradients = [tensor.grad for tensor in variables if tensor.grad is not None and has_address(tensor.grad)]
         addresses = {address_of(tensor) for tensor in (*variables, *gradients)}
-        buffers = {id(tensor): tensor for slot in members.buffer_slots if (tensor := slot.tensor) is not None}
+        buffers = {id(slot.tensor): slot.tensor for slot in members.buffer_slots if slot.tensor is not None}
         of_buffers = {address_of(tensor) for tensor in buffers.values() if has_address(tensor)}
         for tensor in (*plain, *buffers.values()):
             if type(tensor) is not torch.Tensor or not has_address(tensor) or not tensor.numel():
                 continue
             if address_of(tensor) in addresses:
                 self._vectors.add(tensor)
-            elif address_of(tensor) in of_buffers and id(tensor) not in buffers:
-                self._buffer_views.add(tensor)
+            elif id(tensor) not in buffers and address_of(tensor) in of_buffers:
+                self._views.add(tensor)
         if self.looks_for_flat:
             self._note_shared(variables)
             self._note_shared([gradient for gradient in gradients if _is_part(gradient)])
@@ -403,8 +402,8 @@ class VariableRegistry:
             for tensor in _tensors_of(helper):
                 found[id(tensor)] = tensor
         vectors = self._vectors.alive() if self._vectors.count else []
-        viewed = {address_of(one) for one in self._buffer_views.alive()} if self._buffer_views.count else set()
-        return Members(modules, list(found.values()), places, slots, helpers, self.changes, vectors, viewed)
+        views = self._views.alive() if self._views.count else []
+        return Members(modules, list(found.values()), places, slots, helpers, self.changes, vectors, views)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

@@ -168,7 +168,7 @@ class ComponentAttributes:
 
     def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
-        of tensors that share memory with variables, and change hands with these."""
+        of tensors that are buffers, or share memory with variables, and change hands with these."""
         others = replicas[1:]
         self._attributes, self._has_made_members, self._before = {}, False, None
         self._modules = [one for one in modules if not _is_script(type(one))] if others else []
@@ -334,7 +334,8 @@ class ComponentHelpers:
         self._settings: dict[int, list[dict[str, Any]]] = {}  # of those that step, from before
 
     def begin(self, helpers: list[Any], replicas: list[int], vectors: Container[int] = ()) -> None:
-        """``vectors``: the ``id`` of tensors that share memory with variables, and change hands with these."""
+        """``vectors``: the ``id`` of tensors that are buffers, or share memory with variables, and change hands with
+        these."""
         self._vectors = vectors
         self._replicas, self.helpers, self._known = replicas, [], set()
         self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}

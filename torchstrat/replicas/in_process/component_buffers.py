@@ -25,6 +25,7 @@ class _BufferState:
         "central",
         "count",
         "data",
+        "has_other_views",
         "is_shared",
         "made_by",
         "original",
@@ -32,6 +33,7 @@ class _BufferState:
         "slot",
         "training",
         "versions",
+        "views",
     )
 
     def __init__(self, slot: BufferSlot, original: torch.Tensor | None, made_by: int | None = None) -> None:
@@ -45,6 +47,32 @@ class _BufferState:
         self.data: dict[int, torch.Tensor] = {}
         self.replaced: dict[int, torch.Tensor | None] = {}
         self.versions: dict[int, int] = {}
+        self.views: list[tuple[torch.Tensor, int]] = []
+        """Other tensors that show parts of it, and where these begin."""
+        self.has_other_views = False
+
+    def find_views(self, views: Iterable[torch.Tensor]) -> None:
+        original = self.original
+        if original is None or not has_address(original):
+            return
+        start, length = int(original.storage_offset()), original.numel()
+        for view in views:
+            place = int(view.storage_offset()) - start
+            if address_of(view) != address_of(original) or place + _extent(view) <= 0 or place >= length:
+                continue
+            is_part = place >= 0 and place + _extent(view) <= length
+            if is_part and view.dtype == original.dtype and original.is_contiguous():
+                self.views.append((view, place))
+            else:
+                self.has_other_views = True
+
+    def show(self, data: torch.Tensor) -> None:
+        """Its values are those of ``data`` from now on, to whatever looks."""
+        assert self.original is not None
+        self.original.data = data
+        for view, place in self.views:
+            if data.dtype == view.dtype and data.numel() >= place + _extent(view):
+                view.data = data.as_strided(view.shape, view.stride(), data.storage_offset() + place)
 
     def give_each(self, replicas: Iterable[int], devices: dict[int, torch.device]) -> None:
         """A copy of the central value to every replica: a failed run must leave the module's buffer as it was."""
@@ -65,7 +93,7 @@ class _BufferState:
 
     def install(self, replica: int) -> None:
         if self.original is not None:
-            self.original.data = self.data[replica]
+            self.show(self.data[replica])
             self._count(self.versions[replica])
         self.put(self.replaced.get(replica, self.original))
 
@@ -94,16 +122,21 @@ class ComponentBuffers:
         self._own = _OwnBuffers(rules)
         self.states: list[_BufferState] = []
         self._replicas: list[int] = []
-        self._viewed: set[int] = set()
         self._modules: set[int] = set()
 
     def begin(
-        self, slots: list[BufferSlot], modules: Iterable[nn.Module], replicas: list[int], viewed: set[int]
+        self,
+        slots: list[BufferSlot],
+        modules: Iterable[nn.Module],
+        replicas: list[int],
+        views: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``viewed``: addresses of the memory of which the step reaches other tensors than buffers, too."""
-        self._replicas, self._viewed = replicas, viewed
+        """``views``: tensors that share memory with buffers."""
+        self._replicas = replicas
         self._modules = {id(module) for module in modules}
         self.states = [_BufferState(slot, slot.tensor) for slot in slots]
+        for state in self.states if views else ():
+            state.find_views(views)
         for state in self.states:
             state.give_each(replicas, self._devices)
             if state.original is not None and counts_rows(state.slot.module, state.slot.name, state.original):
@@ -161,19 +194,19 @@ class ComponentBuffers:
                 state.is_shared = True
 
     def refuse_edits_of_viewed(self) -> None:
-        """Each replica has a copy of a buffer, which the views of it that the program keeps do not follow."""
-        for state in self.states if self._viewed else ():
-            central = state.central
-            if central is None or not has_address(central) or address_of(central) not in self._viewed:
+        """Each replica has a copy of a buffer, which views of another kind than `find_views` knows do not follow."""
+        for state in self.states:
+            before = state.central
+            if not state.has_other_views or before is None:
                 continue
-            if any(not _are_equal(data, central) for data in state.data.values()):
-                name, kind = state.slot.name, type(state.slot.module).__name__
-                raise UnsupportedError(
-                    f"the step changes the buffer {name!r} of a {kind}, of which the program keeps a view "
-                    f"(an attribute or a variable made by slicing or reshaping it). Replicas in one process work on "
-                    f"copies of buffers, and the view does not follow. Make the view where it is used "
-                    f"(self.{name}[…]), or run one replica per process (torchrun)."
-                )
+            if all(_are_equal(data, before) for data in state.data.values()):
+                continue
+            name, kind = state.slot.name, type(state.slot.module).__name__
+            raise UnsupportedError(
+                f"the step changes the buffer {name!r} of a {kind}, of which the program keeps a view of another dtype, "
+                "or of more than the buffer. Replicas in one process work on copies of buffers, and that view does not "
+                f"follow. Make it where it is used (self.{name}.view(…)), or run one replica per process (torchrun)."
+            )
 
     def merge(self, weights: list[float], rows: Sequence[int | None]) -> None:
         """After the replicas' code has ended and all is parked: one value per buffer, from those of the replicas.
@@ -267,8 +300,13 @@ class ComponentBuffers:
             if failed:
                 state.put(state.original)
             if state.original is not None and state.central is not None:
-                state.original.data = state.central
+                state.show(state.central)
         self.states, self._replicas, self._modules = [], [], set()
+
+
+def _extent(view: torch.Tensor) -> int:
+    """How many elements lie from its first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
 def _version_of(tensor: torch.Tensor) -> int:

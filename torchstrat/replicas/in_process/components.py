@@ -94,9 +94,10 @@ class Components:
         self._level()
         vectors = {id(vector) for vector in members.vectors}
         slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
-        self._buffers.begin(slots, members.modules, self._replicas, members.viewed)
-        self._helpers.begin(members.helpers, self._replicas, vectors)
-        self._attributes.begin(members.modules, self._replicas, vectors)
+        self._buffers.begin(slots, members.modules, self._replicas, members.views)
+        shared = vectors | {id(state.original) for state in self._buffers.states} | set(map(id, members.views))
+        self._helpers.begin(members.helpers, self._replicas, shared)
+        self._attributes.begin(members.modules, self._replicas, shared)
         if self._home == self._leader:
             self._install_objects(self._leader)
 
