@@ -25,6 +25,7 @@ from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
 from torchstrat.core.reachable import Reached, Start, address_of, has_address
 
+_MOST_PLAIN = 200
 _REMEMBERED_STEPS = 256
 
 
@@ -137,7 +138,7 @@ class VariableRegistry:
         self._modules = WeakOrdered()
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
-        self._vectors, self._views = WeakOrdered(), WeakOrdered()
+        self._vectors, self._views, self._plain = WeakOrdered(), WeakOrdered(), WeakOrdered()
         self.objects: list[weakref.ref[Any]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self._given_up = WeakOrdered()
@@ -260,6 +261,8 @@ class VariableRegistry:
         found = start.walk(again=not is_new)
         self.objects = [weakref.ref(one) for one in found.objects]
         adopted = self._record(found)
+        for tensor in found.plain[:_MOST_PLAIN]:
+            self._plain.add(tensor)
         if is_new:
             self._note_vectors(found.plain)
         start.forget_objects()
@@ -404,6 +407,11 @@ class VariableRegistry:
         vectors = self._vectors.alive() if self._vectors.count else []
         views = self._views.alive() if self._views.count else []
         return Members(modules, list(found.values()), places, slots, helpers, self.changes, vectors, views)
+
+    def plain_tensors(self) -> list[torch.Tensor]:
+        """What steps reach that is no parameter, nor a leaf with a gradient: the nearest, for steps that reach more
+        reach data."""
+        return self._plain.alive()
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

@@ -139,6 +139,12 @@ KINDS = (
         "code outside of runs sees the first one's, and what it sets is everyone's",
     ),
     StateKind(
+        "plain tensor outside of modules",
+        "in a closure, a list, an object of the program's own: shared by the replicas of one process, each of which "
+        "changes it, with a warning; under torchrun each process's own, and without what is done "
+        "in runs that it has no rows in",
+    ),
+    StateKind(
         "module made in a step",
         "kept or made anew by every step, its parameters are variables from its first forward pass on: the first "
         "replica's values, combined gradients (`newborn`)",

@@ -27,6 +27,7 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
+from torchstrat.replicas.in_process.plain_tensors import PlainTensors
 from torchstrat.replicas.optimizer_state import SharedState
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable
@@ -59,6 +60,7 @@ class Components:
         self._buffers = ComponentBuffers(devices, registry.buffer_rules)
         self._helpers = ComponentHelpers(watches_leader=True) if helpers is None else helpers
         self._attributes = ComponentAttributes()
+        self._plain = PlainTensors()
         self._common = CommonStorages()
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
@@ -98,6 +100,7 @@ class Components:
         shared = vectors | {id(state.original) for state in self._buffers.states} | set(map(id, members.views))
         self._helpers.begin(members.helpers, self._replicas, shared)
         self._attributes.begin(members.modules, self._replicas, shared)
+        self._plain.begin(self._registry.plain_tensors(), shared)
         if self._home == self._leader:
             self._install_objects(self._leader)
 
@@ -135,6 +138,7 @@ class Components:
         self._buffers.end(failed=failed)
         self._helpers.end(is_round=is_round)
         self._attributes.end(self._leader)
+        self._plain.end()
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()
         self._lazy, self._copies = [], set()
@@ -166,6 +170,7 @@ class Components:
             if self._helpers.helpers:
                 self._helpers.park(key)
             self._attributes.park(key)
+            self._plain.park(key)
         self._is_parked = True
 
     def has_nothing_to_swap(self, replica: int | None) -> bool:
