@@ -203,7 +203,7 @@ class ComponentBuffers:
                 continue
             name, kind = state.slot.name, type(state.slot.module).__name__
             raise UnsupportedError(
-                f"the step changes the buffer {name!r} of a {kind}, of which the program keeps a view of another dtype, "
+                f"the step changes the buffer {name!r} of a {kind}, of which the program keeps a view of another dtype "
                 "or of more than the buffer. Replicas in one process work on copies of buffers, and that view does not "
                 f"follow. Make it where it is used (self.{name}.view(…)), or run one replica per process (torchrun)."
             )
