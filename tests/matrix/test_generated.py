@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,9 @@ ONCE_WRONG = {
     ),
     "a sum that is zeroed in place in a step that a replica sits out": drawn(
         loss="sum", zero="in place", over="accumulated", rows=(2, 1, 2, 2)
+    ),
+    "hooks of steps that are called within another step": drawn(
+        backward="autograd.grad", optimizer="Decaying", groups="two rates", after="weights clamped by step hooks"
     ),
 }
 """What drawn programs have shown and was repaired, by what it was about."""
@@ -121,9 +125,10 @@ def test_random_programs_on_servers_in_processes() -> None:
 
 @pytest.mark.parametrize("name", ONCE_WRONG)
 @pytest.mark.parametrize(
-    "place", ["mirrored x2", "central_storage x3", "torchrun mirrored", "torchrun central_storage"]
+    "place", ["mirrored x2", "central_storage x3", "torchrun mirrored", "torchrun central_storage", SERVERS]
 )
 def test_what_was_wrong_once(name: str, place: str, runner: Runner) -> None:
+    torch.optim.SGD([torch.empty(0)])  # from now on PyTorch's hooks are around its step
     assert not wrong_in(ONCE_WRONG[name], place, runner)
 
 

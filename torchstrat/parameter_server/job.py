@@ -64,6 +64,7 @@ from torchstrat.parameter_server.variables.placement import (
 )
 from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, as_they_are, options_of
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
+from torchstrat.parameter_server.variables.step_hooks import StepHooks
 
 _MOST_UNSEEN_FUNCTIONS = 2**20
 """How far the number of a function that a coordinator has dispatched may be above those that the servers have heard of:
@@ -108,7 +109,7 @@ class Job:
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
         self.is_open = True
         self._registry = registry
-        self._structure = ModuleStructure()
+        self._structure, self._step_hooks = ModuleStructure(), StepHooks()
         self._rows_only, self._warns_of_rows = rows_only is not False, rows_only is None
         self.seed = torch.initial_seed()
         """Of the program, at the end of its last scope; random numbers of functions come from it."""
@@ -493,6 +494,7 @@ class Job:
         functions find as it is here."""
         modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
         modes: dict[Any, Any] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
+        modes |= self._step_hooks.changed(self.catalog, self.optimizers())
         modes |= {token: module.training for token, module in modules}
         optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]
         modes |= self._attributes.changed([*modules, *optimizers])
@@ -580,8 +582,7 @@ class Job:
     def push_options(self, optimizer: Optimizer) -> None:
         """Give the servers whose steps set them what is in the groups now."""
         own = self._number_of(optimizer), options_of(optimizer)
-        for server in self._setting_servers(optimizer):
-            self.servers.ask("ps.load_optimizer_options", {server: own})
+        self.servers.ask("ps.load_optimizer_options", dict.fromkeys(self._setting_servers(optimizer), own))
 
     def optimizers(self) -> list[Optimizer]:
         return self._registry.optimizers()

@@ -358,7 +358,7 @@ def _parts(value: Any) -> Iterator[Any]:
         if not is_library(value.__module__):
             yield from value.__bases__
             for part in list(vars(value).values()):
-                yield from _functions_of(part)
+                yield from functions_of(part)
     elif isinstance(value, types.MethodType):
         yield value.__self__
         yield value.__func__
@@ -373,7 +373,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from itertools.islice(list(getattr(value, "__dict__", {}).values()), _MAX_MEMBERS)
 
 
-def _functions_of(member: Any) -> Iterator[Any]:
+def functions_of(member: Any) -> Iterator[Any]:
     """What stands in a class's body: behind descriptors there are functions."""
     if isinstance(member, staticmethod | classmethod):
         yield member.__func__

@@ -35,6 +35,7 @@ from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorC
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import Bonds, Placement
+from torchstrat.parameter_server.variables.step_hooks import marks_of
 from torchstrat.replicas.thread_state import PlainSettings, what_sees_operators
 
 _MOST_NAMES = 3
@@ -436,7 +437,9 @@ class Reading:
             self._marks += structure.mark()
             self._marks += variables.states()
             self._is_comparable = not variables.has_traceless_changes()
-            for optimizer in registry.optimizers():
+            optimizers = registry.optimizers()
+            self._marks += marks_of(optimizers)
+            for optimizer in optimizers:
                 self._read_groups(optimizer)
                 if not is_listed(type(optimizer)):
                     self._marks.append(attributes.mark(optimizer))

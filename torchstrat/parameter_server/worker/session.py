@@ -17,10 +17,11 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, SURROUNDINGS, Modes, Options
 from torchstrat.parameter_server.messages import Gone, SetAttributes
-from torchstrat.parameter_server.serialization.functions import unpack
+from torchstrat.parameter_server.serialization.functions import Packed, unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
+from torchstrat.parameter_server.variables.step_hooks import STEP_HOOKS
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.replicas.thread_state import AS_A_THREAD_BEGINS, leave_plain
 
@@ -55,6 +56,7 @@ class Settings:
         self._attributes: dict[Any, SetAttributes] = {}
         self._own_attributes: dict[int, dict[str, Any]] = {}  # of optimizers of the program's own classes
         self._members: dict[Any, Members] = {}
+        self._step_hooks: dict[Any, bytes] = {}
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
@@ -89,6 +91,8 @@ class Settings:
                 self._set_members(token[1], flag)
             elif token[0] == ATTRIBUTES:
                 self._set_attributes(token[1], flag)
+            elif token[0] == STEP_HOOKS:
+                self._set_step_hooks(token[1], flag)
             elif self._world.knows(token):
                 captured = self._world.resolve(token)
                 if isinstance(captured, nn.Module):
@@ -143,6 +147,14 @@ class Settings:
             _fill(vars(module)[name], hooks)
         self._copies.note_modules(one for _, one in self._world.modules())
 
+    def _set_step_hooks(self, token: Any, packed: Packed) -> None:
+        """What was registered or removed on the coordinator. What they count stays while they are the same."""
+        if self._step_hooks.get(token) != packed.digest and self._world.knows(token):
+            optimizer = self._world.resolve(token)
+            for name, hooks in unpack(packed, self._world).items():
+                _fill(vars(optimizer)[name], hooks)
+            self._step_hooks[token] = packed.digest
+
     def release(self, tokens: Collection[Any]) -> None:
         """Of these nothing is in force any more: the coordinator has dropped them."""
         gone = {id(self._world.resolve(token)) for token in tokens if self._world.knows(token)}
@@ -151,6 +163,7 @@ class Settings:
         for token in tokens:
             self._attributes.pop(token, None)
             self._members.pop(token, None)
+            self._step_hooks.pop(token, None)
             if token[0] == "helper":
                 self._forget(token[1])
 
