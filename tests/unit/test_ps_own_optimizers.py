@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -40,6 +41,12 @@ class Program:
     def numbers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.model.state_dict().items():
             yield name, value.detach().clone()
+        for one in {self.optimizer, getattr(self.optimizer, "base", self.optimizer)}:
+            kind = type(one).__name__
+            yield f"{kind}.rates", torch.tensor([group.get("lr", 0.0) for group in one.param_groups])
+            for index, parameter in enumerate(self.model.parameters()):
+                for name, value in one.state.get(parameter, {}).items():
+                    yield f"{kind}.{index}.{name}", torch.as_tensor(value).clone()
 
 
 def train(make: Callable[[Any], Any], between: Between, strategy: Any = None) -> dict[str, torch.Tensor]:
@@ -54,7 +61,11 @@ def train(make: Callable[[Any], Any], between: Between, strategy: Any = None) ->
                 ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
             else:
                 program.step(*batch)
+        if strategy:
+            strategy.extended.pull()
         between(program, index)
+    if strategy:
+        strategy.extended.pull()
     return dict(program.numbers())
 
 
@@ -144,3 +155,213 @@ def test_hooks_in_the_middle_of_a_step_are_refused(
     act = at(when)(lambda program: getattr(hooked(program.optimizer), f"register_step_{kind}_hook")(program.clamp))
     with pytest.raises(UnsupportedError, match=says):
         check(make, act)
+
+
+# -- optimizers that wrap others --------------------------------------------------------------------------------------
+
+
+class Apart(Optimizer):
+    """Has groups of its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__([p for group in base.param_groups for p in group["params"]], {"decay": 0.9})
+        self.base = base
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(group["decay"])
+
+
+class Forwarding(Lookahead):
+    """Saves and loads what it wraps, and then has its groups again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict(), "own": super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state["base"])
+        super().load_state_dict(state["own"])
+        self.param_groups = self.base.param_groups
+
+
+class Showing(Optimizer):
+    """Shows groups and state of what it wraps as its own."""
+
+    param_groups = property(lambda self: self.base.param_groups, lambda self, _: None)  # type: ignore[assignment]
+    state = property(lambda self: self.base.state, lambda self, _: None)  # type: ignore[assignment]
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, base.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        pass
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Counting(SGD):
+    """Steps by what it has counted, and shows that in its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.count, self.scale = 0, 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["k"] = self.count
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * self.scale / self.count)
+
+
+def _momentum(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "shares groups": lambda parameters: Lookahead(_momentum(parameters)),
+    "has groups of its own": lambda parameters: Apart(_momentum(parameters)),
+    "loads both": lambda parameters: Forwarding(_momentum(parameters)),
+    "shows the other's": lambda parameters: Showing(_momentum(parameters)),
+    "of a class of one's own": lambda parameters: Apart(Counting(parameters, lr=0.1)),
+}
+
+
+def _reload(optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _set_rate(optimizer: Any) -> None:
+    name = "lr" if "lr" in optimizer.param_groups[0] else "decay"
+    optimizer.param_groups[0][name] *= 0.3
+
+
+def _wrapper(program: Program) -> Any:
+    return program.optimizer
+
+
+def _base(program: Program) -> Any:
+    return program.optimizer.base
+
+
+def _halve_rate(program: Program, index: int) -> None:
+    if index == -1:
+        program.scheduler = torch.optim.lr_scheduler.StepLR(_base(program), 1, 0.5)  # type: ignore[attr-defined]
+    else:
+        program.scheduler.step()  # type: ignore[attr-defined]
+
+
+def _went_back(to: Callable[[Program], Any]) -> Between:
+    saved: list[Any] = []
+
+    def between(program: Program, index: int) -> None:
+        if index == 0:
+            saved.append(copy.deepcopy((program.model.state_dict(), to(program).state_dict())))
+        if index == 2:
+            program.model.load_state_dict(saved[-1][0])
+            to(program).load_state_dict(saved[-1][1])
+
+    return between
+
+
+BETWEEN: dict[str, Between] = {
+    "nothing": at()(lambda _: None),
+    "a rate of the wrapped one": at(1)(lambda program: _set_rate(_base(program))),
+    "its schedule": _halve_rate,
+    "its state cleared": at(1)(lambda program: _base(program).state.clear()),
+    "its state saved and loaded later": _went_back(_base),
+    "the wrapper's state saved and loaded later": _went_back(_wrapper),
+}
+
+
+def _loaded(which: Callable[[Program], Any], whose: Callable[[Program], Any]) -> Between:
+    def act(program: Program) -> None:
+        _reload(which(program))
+        _set_rate(whose(program))
+
+    return at(1)(act)
+
+
+for _which in (_wrapper, _base):
+    for _whose in (_wrapper, _base):
+        _name = f"the {_which.__name__[1:]} loaded, then a rate of the {_whose.__name__[1:]} set"
+        BETWEEN[_name] = _loaded(_which, _whose)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_wrapper_and_what_it_wraps_are_those_of_the_program(between: str, wrapper: str) -> None:
+    check(WRAPPERS[wrapper], BETWEEN[between])
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 0.5), ("count", 0)])
+def test_attributes_of_what_is_wrapped(name: str, value: float) -> None:
+    act = at(1)(lambda program: setattr(_base(program), name, value))
+    check(WRAPPERS["of a class of one's own"], act)
+
+
+def test_a_step_of_either() -> None:
+    """Both in turns: they have one state."""
+
+    class InTurns(Program):
+        def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.optimizer.zero_grad()
+            (self.model(x) - y).square().mean().backward()
+            (self.optimizer if len(x) % 2 else self.optimizer.base).step()
+
+    def train_in_turns(strategy: Any = None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope() if strategy else nullcontext():
+            program = InTurns(WRAPPERS["shares groups"])
+        for rows in (3, 4, 5, 6):
+            batch = torch.ones(rows, 3), torch.ones(rows, 2)
+            if strategy:
+                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
+            else:
+                program.step(*batch)
+        return dict(program.numbers())
+
+    with dtype_and_seed(torch.float64, 0), FakeCluster(workers=1, ps=2) as cluster:
+        assert_close(train_in_turns(cluster.strategy()), train_in_turns())
+
+
+class First(Optimizer):
+    """Has the first parameter of those that it steps."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups[0]["params"][:1], {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_parameters_of_what_is_wrapped_alone_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="to no parameter group of First itself"):
+        check(lambda parameters: First(_momentum(parameters)), BETWEEN["nothing"])
+
+
+def test_parameters_that_come_later_are_stepped_by_what_is_wrapped() -> None:
+    def train_later(strategy: Any = None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope() if strategy else nullcontext():
+            program = Program(lambda parameters: Lookahead(_momentum(list(parameters)[:2])))
+        for index in range(4):
+            if index == 2:
+                with strategy.scope() if strategy else nullcontext():
+                    program.optimizer.add_param_group({"params": [*program.model[2].parameters()], "lr": 0.02})
+            batch = torch.ones(4, 3), torch.ones(4, 2)
+            if strategy:
+                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
+            else:
+                program.step(*batch)
+        return dict(program.numbers())
+
+    with dtype_and_seed(torch.float64, 0), FakeCluster(workers=1, ps=1) as cluster:
+        assert_close(train_later(cluster.strategy()), train_later())

@@ -173,6 +173,22 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
                 yield from _wrapped_by(member, seen)
 
 
+Places = tuple[tuple[int, ...], ...]
+
+
+def groups_with_wrapped(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Places]:
+    """The parameter groups of an optimizer and, behind them, those that only optimizers have that it wraps; and by
+    wrapped one, the places of its own among these."""
+    groups, places = list(optimizer.param_groups), []
+    known = {id(group): place for place, group in enumerate(groups)}
+    for inner in wrapped_by(optimizer):
+        for group in inner.param_groups:
+            if known.setdefault(id(group), len(groups)) == len(groups):
+                groups.append(group)
+        places.append(tuple(known[id(group)] for group in inner.param_groups))
+    return groups, tuple(places)
+
+
 def keep_elements(
     stood: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Callable[[], Iterable[Any]], holders: int | None = None
 ) -> None:

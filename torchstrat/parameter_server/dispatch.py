@@ -140,7 +140,10 @@ class Recent:
 
 
 Options = Mapping[int, tuple[Mapping[str, Any], ...]]
-"""Optimizer's number → its parameter groups: hyperparameters, and under ``params`` the numbers of the variables."""
+"""Optimizer's number → its parameter groups: hyperparameters, and under ``params`` the numbers of the variables. Of a
+group that is another optimizer's as well, under `SAME_AS`: number and place where it comes first."""
+
+SAME_AS = "torchstrat: same as"
 
 Modes = Mapping[Any, Any]
 """Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient;

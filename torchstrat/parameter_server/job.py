@@ -24,7 +24,7 @@ from torchstrat.core.errors import (
     PeerUnavailableError,
     UnsupportedError,
 )
-from torchstrat.core.optimizers import Tier, is_listed
+from torchstrat.core.optimizers import Tier, groups_with_wrapped, is_listed, wrapped_by
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server import dispatch
@@ -62,7 +62,7 @@ from torchstrat.parameter_server.variables.placement import (
     pieces,
     seed_of_variable,
 )
-from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, as_they_are, options_of
+from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, all_options, options_of
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
 from torchstrat.parameter_server.variables.step_hooks import StepHooks
 
@@ -413,7 +413,8 @@ class Job:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             kind = self.kinds.of(optimizer)
             specs = list(self.variables.specs_of(optimizer).values())
-            new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
+            wraps = tuple((self.catalog.token_of(one) or (None, None))[1] for one in wrapped_by(optimizer))
+            new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only, wraps)
             check_places(optimizer, kind, specs)
             if self._warns_of_rows and self.variables.go_by_rows(specs):
                 self._warns_of_rows = not warn_of_rows(optimizer, kind)
@@ -431,14 +432,8 @@ class Job:
         return int(token[1])
 
     def options(self) -> Options:
-        """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
-        return {
-            self._number_of(optimizer): tuple(
-                {**as_they_are(group), "params": tuple(self.variables.numbers_of(group["params"]))}
-                for group in optimizer.param_groups
-            )
-            for optimizer in self._registry.optimizers()
-        }
+        optimizers = [(self._number_of(optimizer), optimizer) for optimizer in self.optimizers()]
+        return all_options(optimizers, self.variables.numbers_of)
 
     # -- giving servers that were started again what they had ---------------------------------------------------------
 
@@ -573,15 +568,16 @@ class Job:
         """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here."""
         for optimizer in optimizers:
             for server in self._setting_servers(optimizer):
-                own = self._number_of(optimizer), options_of(optimizer)
+                own = self._number_of(optimizer), *options_of(optimizer)
                 groups, attributes = self.servers.ask("ps.optimizer_options", {server: own})[server]
-                for group, new in zip(optimizer.param_groups, groups, strict=False):
+                for group, new in zip(groups_with_wrapped(optimizer)[0], groups, strict=False):
                     group.update(new)
-                self._attributes.take(optimizer, attributes)
+                for one, new in zip((optimizer, *wrapped_by(optimizer)), attributes, strict=False):
+                    self._attributes.take(one, new)
 
     def push_options(self, optimizer: Optimizer) -> None:
         """Give the servers whose steps set them what is in the groups now."""
-        own = self._number_of(optimizer), options_of(optimizer)
+        own = self._number_of(optimizer), *options_of(optimizer)
         self.servers.ask("ps.load_optimizer_options", dict.fromkeys(self._setting_servers(optimizer), own))
 
     def optimizers(self) -> list[Optimizer]:

@@ -109,12 +109,13 @@ class RepeatedOps:
 @dataclass(frozen=True)
 class NewOptimizer:
     """An optimizer of the job. ``blob``: what `pack_optimizer` makes of it. One entry in ``groups`` per parameter
-    group: the numbers of its variables, in order."""
+    group: the numbers of its variables, in order. ``wraps``: the numbers of optimizers in it; None: not of the job."""
 
     number: int
     blob: bytes
     groups: tuple[tuple[int, ...], ...]
     rows_only: bool = True
+    wraps: tuple[int | None, ...] = ()
 
 
 class Gone(Enum):
@@ -137,13 +138,23 @@ SetAttributes: TypeAlias = Mapping[str, SetAttribute]
 
 
 @dataclass(frozen=True)
+class Wrapped:
+    """Of the optimizers that an optimizer of a class of the program's own wraps, in order: ``places`` as in
+    `groups_with_wrapped`, ``options`` of the groups that only they have, and ``attributes`` by wrapped one."""
+
+    places: tuple[tuple[int, ...], ...]
+    options: tuple[Mapping[str, Any], ...]
+    attributes: tuple[SetAttributes, ...]
+
+
+@dataclass(frozen=True)
 class OptimizerStep:
     """One ``optimizer.step()`` on the shards of one server. Variables that got no gradient are left out.
 
     ``options``: the hyperparameters of each parameter group, in force at this step (everything in the group but
     ``params``). ``dense``: gradients of whole shards. ``rows``: (local row ids ``(n,)`` int64, sorted and unique;
     gradients ``(n, …)``) of tables. ``attributes``: what the program has set on an optimizer of a class of its own, by
-    name with the moment at which it was set.
+    name with the moment at which it was set. ``wrapped``: None of an optimizer that wraps none.
     """
 
     optimizer: int
@@ -151,6 +162,7 @@ class OptimizerStep:
     dense: tuple[tuple[ShardKey, torch.Tensor], ...] = ()
     rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
     attributes: SetAttributes = field(default_factory=dict)
+    wrapped: Wrapped | None = None
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 It lives on the one server that has all of its variables, whole, and is stepped there with the gradients that a worker
 sends, dense or sparse as they were made. So it may look at several parameters at once, and keep what it likes in
-attributes, in ``param_groups``, in closures. ``state[parameter]`` is the server's, as of every optimizer.
+attributes, in ``param_groups``, in closures. ``state[parameter]`` is the server's, as of every optimizer. It may wrap
+others, which are optimizers of the job, too: their state is the server's under their own numbers, and the program sets
+groups that only they have as it sets those of the whole.
 """
 
 from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,24 +21,115 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import step_without_compiler
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
-from torchstrat.core.optimizers import keep_elements, kept_by
+from torchstrat.core.optimizers import Places, groups_with_wrapped, keep_elements, kept_by, wrapped_by
 from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
 from torchstrat.parameter_server.server.shards import HeldShards
 from torchstrat.parameter_server.variables.module_structure import fixed_attributes
 
-StepsHaveSet = tuple[list[dict[str, Any]], dict[str, Any]]
-"""By group, entries of ``param_groups``; plain attributes."""
+StepsHaveSet = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""By group, entries of ``param_groups``; by optimizer, plain attributes. Of the optimizer and then those it wraps."""
 
 Groups = Sequence[Sequence[int]]
 """By parameter group: the numbers of its variables, in order."""
 
 
-class LiveOptimizer:
-    """For one thread at a time: that which holds the locks of all its variables."""
+class _Group:
+    """A parameter group, which the program and the steps set."""
 
-    def __init__(self, blob: bytes, groups: Groups) -> None:
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+        self._given = self.options
+        self._handed_out: dict[str, list[Any]] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {k: v for k, v in self.group.items() if k != "params"}
+
+    def apart(self) -> _Group:
+        """Another one with the same contents, for an optimizer that has had this one, too."""
+        made = _Group({**self.group, "params": list(self.group["params"])})
+        made._given = dict(self._given)
+        made._handed_out = {name: list(values) for name, values in self._handed_out.items()}
+        return made
+
+    def take(self, options: Options) -> None:
+        """What the program has set since the last step; what a step has set stays otherwise."""
+        for name, value in list(self._set_by_program(options)):
+            self.group[name] = self._given[name] = value
+
+    def set_by_both(self, options: Options) -> Iterator[tuple[str, Any]]:
+        """What the program sets that steps have set, too."""
+        own, given = self.group, self._given
+        for name, value in self._set_by_program(options):
+            is_by_steps = name in given and name in own and not are_equal(own[name], given[name])
+            if is_by_steps and not are_equal(own[name], value):
+                yield name, value
+
+    def hand_out(self, options: Options) -> dict[str, Any]:
+        own, given = self.options, self._given
+        kept = dict(self._set_by_program(options))
+        lacks = {k: v for k, v in own.items() if k not in kept and (k not in options or not are_equal(v, options[k]))}
+        found = copy.deepcopy(lacks)
+        for name, value in found.items():
+            is_given = name in given and are_equal(value, given[name])
+            if not is_given and not _is_among(value, self._handed_out.setdefault(name, [])):
+                self._handed_out[name].append(value)
+        return found
+
+    def load(self, options: Options) -> None:
+        for name in set(self.group) - {"params"}:
+            del self.group[name]
+        self.group.update(copy.deepcopy(dict(options)))
+        self._given, self._handed_out = dict(options), {}
+
+    def _set_by_program(self, options: Options) -> Iterator[tuple[str, Any]]:
+        for name, value in options.items():
+            is_given = name in self._given and are_equal(value, self._given[name])
+            if not is_given and not _is_among(value, self._handed_out.get(name, ())):
+                yield name, value
+
+
+class _Member:
+    """The optimizer, or one that it wraps. ``number``: of the job, which its state lies under; None: it has none."""
+
+    def __init__(self, optimizer: Optimizer, number: int | None, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.optimizer, self.number = optimizer, number
+        state = optimizer.state
+        self._initial = {one: copy.deepcopy(dict(held)) for one in parameters if (held := state.get(one))}
+        self._stepped: set[torch.nn.Parameter] = set()
+        self._set_at: dict[str, int] = {}  # attributes, when the program has set them
+
+    def take_attributes(self, attributes: SetAttributes) -> None:
+        """What the program has set. What was set before the last that was taken is known, or was taken back."""
+        for name, (moment, value) in attributes.items():
+            if moment > self._set_at.get(name, 0):
+                self._set_at[name] = moment
+                setattr(self.optimizer, name, value)
+
+    def take_state(self, parameter: torch.nn.Parameter, held: StateOfShard | None) -> None:
+        if held is not None:
+            self.optimizer.state[parameter] = held
+        elif parameter in self._stepped:  # a checkpoint from before the first step was restored
+            self.optimizer.state.pop(parameter, None)
+            if parameter in self._initial:
+                self.optimizer.state[parameter] = copy.deepcopy(self._initial[parameter])
+
+    def keep_state(self, parameter: torch.nn.Parameter, key: ShardKey, shards: HeldShards) -> None:
+        state = self.optimizer.state.get(parameter)
+        if state and self.number is not None:
+            shards.put_state(key, self.number, state)
+            self._stepped.add(parameter)
+
+
+class LiveOptimizer:
+    """For one thread at a time: that which holds the locks of all its variables.
+
+    ``number``: of the optimizer in the job; ``wraps``: of those that it wraps.
+    """
+
+    def __init__(self, blob: bytes, number: int, groups: Groups, wraps: Sequence[int | None] = ()) -> None:
         self._parameters = [[torch.nn.Parameter(torch.empty(0)) for _ in group] for group in groups]
         with unpickling():
             self._optimizer, tags = _Unpickler(blob, self._parameters).load()
@@ -43,16 +137,19 @@ class LiveOptimizer:
             vars(self._parameters[group][place]).update(attributes)
         self.cls: type[Optimizer] = type(self._optimizer)
         self._step = step_without_compiler(self.cls.step)  # hooks run on the worker
-        self._given: list[dict[str, Any]] = [dict(options) for options in self.options]
-        self._initial = {
-            place: copy.deepcopy(dict(state))
-            for place, parameter in self._places()
-            if (state := self._optimizer.state.get(parameter))
-        }
-        self._handed_out: list[dict[str, list[Any]]] = [{} for _ in self._given]
-        self._set_at: dict[str, int] = {}  # attributes, when the program has set them
-        self._stepped: set[tuple[int, int]] = set()
+        optimizers = [self._optimizer, *wrapped_by(self._optimizer)]
+        numbers = itertools.chain((number, *wraps), itertools.repeat(None))
+        parameters = [parameter for _, parameter in self._keyed(groups)]
+        self._members = [_Member(one, own, parameters) for one, own in zip(optimizers, numbers, strict=False)]
+        self._has_stepped = False
+        self._groups: list[_Group] = []
+        self._find_groups()
         check_supported(self.cls, self.options)
+
+    def _find_groups(self) -> None:
+        groups, self._places = groups_with_wrapped(self._optimizer)
+        known = {id(one.group): one for one in self._groups}
+        self._groups = [known.get(id(group)) or _Group(group) for group in groups]
 
     @property
     def name(self) -> str:
@@ -60,129 +157,144 @@ class LiveOptimizer:
 
     @property
     def options(self) -> tuple[dict[str, Any], ...]:
-        return tuple({k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups)
+        return tuple(one.options for one in self._groups[: len(self._optimizer.param_groups)])
 
     def grow(self, other: LiveOptimizer) -> None:
         """Take in the parameters and groups that ``other``, sent later by the same program, has beyond this one's."""
-        for number, more in enumerate(other._parameters):
-            if number < len(self._parameters):
-                added = more[len(self._parameters[number]) :]
-                self._parameters[number] += added
-                self._optimizer.param_groups[number]["params"] += added
-            else:
-                self._parameters.append(more)
-                self._optimizer.param_groups.append({**other._optimizer.param_groups[number], "params": list(more)})
-                self._given.append(dict(other._given[number]))
-                self._handed_out.append({})
+        own: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for number, theirs in enumerate(other._parameters):
+            if number == len(self._parameters):
+                self._parameters.append([])
+            mine = self._parameters[number]
+            mine += theirs[len(mine) :]
+            own.update(zip(theirs, mine, strict=True))
+        for member, their in zip(self._members, other._members, strict=True):
+            groups = member.optimizer.param_groups
+            for number, group in enumerate(their.optimizer.param_groups):
+                parameters = [own.get(parameter, parameter) for parameter in group["params"]]
+                if number < len(groups):
+                    groups[number]["params"][:] = parameters
+                else:
+                    groups.append({**group, "params": parameters})
+        self._find_groups()
 
-    def hand_out(self, options: Sequence[Options]) -> StepsHaveSet:
-        """What steps have set where the program has ``options``, which the program's own object then has, for a
+    def hand_out(self, options: Sequence[Options], places: Places) -> StepsHaveSet:
+        """What steps have set where the program has ``options``, which the program's own objects then have, for a
         checkpoint. It sends that back with every step, also when later steps have set something else: no wish of the
         program's. What it has set itself since, and no step has taken, stays."""
-        found = []
-        for number, (own, new) in enumerate(zip(self.options, options, strict=False)):
-            given, handed_out = self._given[number], self._handed_out[number]
-            kept = dict(self._set_by_program(number, new))
-            lacks = {k: v for k, v in own.items() if k not in kept and (k not in new or not are_equal(v, new[k]))}
-            found.append(copy.deepcopy(lacks))
-            for name, value in found[number].items():
-                is_given = name in given and are_equal(value, given[name])
-                if not is_given and not _is_among(value, handed_out.setdefault(name, [])):
-                    handed_out[name].append(value)
-        return found, fixed_attributes(self._optimizer)
+        if not self._has_stepped:
+            return [], []
+        self._arrange(places)
+        found = [one.hand_out(new) for one, new in zip(self._groups, options, strict=False)]
+        return found, [fixed_attributes(member.optimizer) for member in self._members]
 
-    def load_options(self, options: Sequence[Options]) -> None:
+    def load_options(self, options: Sequence[Options], places: Places) -> None:
         """These take the place of all that is in the groups: a checkpoint was restored."""
-        for number, (group, new) in enumerate(zip(self._optimizer.param_groups, options, strict=True)):
-            for name in set(group) - {"params"}:
-                del group[name]
-            group.update(copy.deepcopy(dict(new)))
-            self._given[number], self._handed_out[number] = dict(new), {}
+        self._arrange(places)
+        for one, new in zip(self._groups, options, strict=True):
+            one.load(new)
 
     def check(self, step: OptimizerStep) -> None:
         """Raise `UnsupportedError` where the program sets what the steps themselves set too."""
-        for number, (own, given, new) in enumerate(zip(self.options, self._given, step.options, strict=True)):
-            for name, value in self._set_by_program(number, new):
-                if (
-                    name in given
-                    and name in own
-                    and not are_equal(own[name], given[name])
-                    and not are_equal(own[name], value)
-                ):
-                    raise UnsupportedError(
-                        f"the program has set param_groups[{number}][{name!r}] of {self.name} to {value!r}, and its "
-                        f"steps, which are made on a parameter server, have set it to {own[name]!r}. Let one of the "
-                        "two set it: no scheduler for what the optimizer adapts itself."
-                    )
+        groups = self._groups if step.wrapped is None else self._arranged(step.wrapped.places)
+        for number, (one, new) in enumerate(zip(groups, _options_of(step), strict=True)):
+            for name, value in one.set_by_both(new):
+                raise UnsupportedError(
+                    f"the program has set param_groups[{number}][{name!r}] of {self.name} to {value!r}, and its "
+                    f"steps, which are made on a parameter server, have set it to {one.group[name]!r}. Let one of the "
+                    "two set it: no scheduler for what the optimizer adapts itself."
+                )
 
-    def make(self, step: OptimizerStep, number: int, groups: Groups, shards: HeldShards) -> None:
-        """One step, of the optimizer ``number``. If it raises, parameters may be half-stepped."""
+    def make(self, step: OptimizerStep, groups: Groups, shards: HeldShards) -> None:
+        """One step. If it raises, parameters may be half-stepped."""
         gradients = _gradients_of(step, shards)
-        self._take_options(step.options)
-        self._take_attributes(step.attributes)
-        keys = {place: (groups[place[0]][place[1]], 0) for place, _ in self._places()}
-        for place, parameter in self._places():
-            parameter.data = shards.changing(keys[place])
-            parameter.grad = gradients.get(keys[place])
+        self._members[0].take_attributes(step.attributes)
+        if step.wrapped is not None:
+            self._arrange(step.wrapped.places)
+            for member, attributes in zip(self._members[1:], step.wrapped.attributes, strict=True):
+                member.take_attributes(attributes)
+        self._take_options(_options_of(step))
+        keyed = list(self._keyed(groups))
+        for key, parameter in keyed:
+            parameter.data = shards.changing(key)
+            parameter.grad = gradients.get(key)
             if parameter.grad is not None:
                 parameter.requires_grad_(True)
-            self._take_state(place, parameter, shards.changing_state(keys[place], number))
+        for member in self._with_states():
+            assert member.number is not None
+            for key, parameter in keyed:
+                member.take_state(parameter, shards.changing_state(key, member.number))
+        self._has_stepped = True
         try:
             with torch.no_grad():
                 self._step(self._optimizer)
         finally:
-            for _, parameter in self._places():
+            for _, parameter in keyed:
                 parameter.grad = None
         stood = []
-        for place, parameter in self._places():
-            shard = shards.tensor(keys[place])
-            check_is_alike(shard, parameter, self.name, shards.name(keys[place]))
+        for key, parameter in keyed:
+            shard = shards.tensor(key)
+            check_is_alike(shard, parameter, self.name, shards.name(key))
             stood.append((parameter, shard))
         keep_elements(stood, partial(kept_by, self._optimizer))
-        for place, parameter in self._places():
-            self._keep(place, parameter, keys[place], number, shards)
+        for member in self._members:
+            for key, parameter in keyed:
+                member.keep_state(parameter, key, shards)
 
-    def _places(self) -> Iterator[tuple[tuple[int, int], torch.nn.Parameter]]:
-        for number, group in enumerate(self._parameters):
-            for place, parameter in enumerate(group):
-                yield (number, place), parameter
+    def _keyed(self, groups: Groups) -> Iterator[tuple[ShardKey, torch.nn.Parameter]]:
+        for numbers, parameters in zip(groups, self._parameters, strict=True):
+            for number, parameter in zip(numbers, parameters, strict=True):
+                yield (number, 0), parameter
+
+    def _with_states(self) -> Iterator[_Member]:
+        """Those whose state is the servers'. One dictionary that several have (``self.state = wrapped.state``) is the
+        first one's."""
+        seen: set[int] = set()
+        for member in self._members:
+            if member.number is not None and id(member.optimizer.state) not in seen:
+                seen.add(id(member.optimizer.state))
+                yield member
 
     def _take_options(self, options: Sequence[Options]) -> None:
-        """What the program has set since the last step; what a step has set stays otherwise."""
-        for number, (group, new) in enumerate(zip(self._optimizer.param_groups, options, strict=True)):
-            for name, value in list(self._set_by_program(number, new)):
-                group[name] = self._given[number][name] = value
+        for one, new in zip(self._groups, options, strict=True):
+            one.take(new)
 
-    def _take_attributes(self, attributes: SetAttributes) -> None:
-        """The same of attributes. What was set before the last that was taken is known, or was taken back."""
-        for name, (moment, value) in attributes.items():
-            if moment > self._set_at.get(name, 0):
-                self._set_at[name] = moment
-                setattr(self._optimizer, name, value)
+    def _arrange(self, places: Places) -> None:
+        """Groups that several optimizers have, here, are those that they have in the program: ``load_state_dict``, for
+        one, gives an optimizer groups of its own."""
+        if places == self._places:
+            return
+        self._groups = self._arranged(places)
+        for member, wanted in zip(self._members, self._with_own(places), strict=True):
+            groups = [self._groups[place].group for place in wanted]
+            if any(one is not other for one, other in zip(member.optimizer.param_groups, groups, strict=True)):
+                member.optimizer.param_groups = groups
+        self._places = places
 
-    def _set_by_program(self, number: int, options: Options) -> Iterator[tuple[str, Any]]:
-        given, handed_out = self._given[number], self._handed_out[number]
-        for name, value in options.items():
-            if (name not in given or not are_equal(value, given[name])) and not _is_among(
-                value, handed_out.get(name, ())
-            ):
-                yield name, value
+    def _arranged(self, places: Places) -> list[_Group]:
+        """As `_groups` after `_arrange`."""
+        if places == self._places:
+            return self._groups
+        if [*map(len, places)] != [*map(len, self._places)]:
+            raise UnsupportedError(
+                f"{self.name} wraps other optimizers than when it was sent to the parameter servers, or these have "
+                "more parameter groups. Give it all of them when it is made, or call add_param_group of all in a scope."
+            )
+        found: dict[int, _Group] = {}
+        used: set[int] = set()
+        for before, after in zip(self._with_own(self._places), self._with_own(places), strict=True):
+            for old, new in zip(before, after, strict=True):
+                if new not in found:
+                    found[new] = self._groups[old].apart() if old in used else self._groups[old]
+                    used.add(old)
+        return [found[place] for place in range(len(found))]
 
-    def _take_state(self, place: tuple[int, int], parameter: torch.Tensor, held: StateOfShard | None) -> None:
-        if held is not None:
-            self._optimizer.state[parameter] = held
-        elif place in self._stepped:  # a checkpoint from before the first step was restored
-            self._optimizer.state.pop(parameter, None)
-            if place in self._initial:
-                self._optimizer.state[parameter] = copy.deepcopy(self._initial[place])
+    def _with_own(self, places: Places) -> Places:
+        return tuple(range(len(self._parameters))), *places
 
-    def _keep(
-        self, place: tuple[int, int], parameter: torch.Tensor, key: ShardKey, number: int, shards: HeldShards
-    ) -> None:
-        state = self._optimizer.state.get(parameter)
-        if state:
-            shards.put_state(key, number, state)
-            self._stepped.add(place)
+
+def _options_of(step: OptimizerStep) -> tuple[Options, ...]:
+    return step.options if step.wrapped is None else (*step.options, *step.wrapped.options)
 
 
 def check_is_alike(shard: torch.Tensor, parameter: torch.Tensor, name: str, where: str) -> None:

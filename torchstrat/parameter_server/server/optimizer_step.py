@@ -25,7 +25,7 @@ import torch
 from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.memory import check_fits
-from torchstrat.core.optimizers import Gradients, Tier, is_listed, keep_elements
+from torchstrat.core.optimizers import Gradients, Places, Tier, is_listed, keep_elements
 from torchstrat.parameter_server.messages import (
     Accumulation,
     NewOptimizer,
@@ -196,7 +196,7 @@ class HeldOptimizer:
         self.reaches: frozenset[int] = frozenset()
         """Variables that any of its steps may change, whatever has a gradient."""
         if self.kind.tier is Tier.ALL:
-            self._live = LiveOptimizer(packed, new.groups)
+            self._live = LiveOptimizer(packed, new.number, new.groups, new.wraps)
             self.reaches = frozenset(number for group in self.groups for number in group)
             self._check_groups(self._live.options)
             self.cls, self.name = self._live.cls, self._live.name
@@ -245,13 +245,13 @@ class HeldOptimizer:
         assert self._live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
-    def hand_out_options(self, options: Sequence[Options]) -> StepsHaveSet:
+    def hand_out_options(self, options: Sequence[Options], places: Places) -> StepsHaveSet:
         """By group, the hyperparameters that its steps have set, and the plain attributes."""
-        return ([{} for _ in self.groups], {}) if self._live is None else self._live.hand_out(options)
+        return ([], []) if self._live is None else self._live.hand_out(options, places)
 
-    def load_options(self, options: Sequence[Options]) -> None:
+    def load_options(self, options: Sequence[Options], places: Places) -> None:
         if self._live is not None:
-            self._live.load_options(options)
+            self._live.load_options(options, places)
 
     def check(self, step: OptimizerStep, shards: HeldShards) -> None:
         """Raise for what `make` could not do, before anything has changed."""
@@ -295,7 +295,7 @@ class HeldOptimizer:
         variables' locks, and has checked."""
         if self._live is not None:
             with self._naming([*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)], shards):
-                self._live.make(step, self.number, self.groups, shards)
+                self._live.make(step, self.groups, shards)
             return
         parts = [
             self._whole(key, gradient, step, shards)

@@ -86,8 +86,8 @@ class VariableServer:
     ``ps.applied_parts``        id of a function                           push → `AppliedPart`
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
-    ``ps.optimizer_options``    (optimizer, by group)                      `StepsHaveSet`
-    ``ps.load_optimizer_options``  (optimizer, by group)                   None
+    ``ps.optimizer_options``    (optimizer, by group, places)              `StepsHaveSet`
+    ``ps.load_optimizer_options``  (optimizer, by group, places)           None
     ``ps.begin_checkpoint``     token                                      `CutReport`
     ``ps.write_checkpoint``     `WriteOrder`                               `WriteReport`
     ``ps.end_checkpoint``       token                                      None

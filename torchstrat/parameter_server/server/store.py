@@ -16,6 +16,7 @@ import torch
 
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.core.memory import check_fits
+from torchstrat.core.optimizers import Places
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import FRESH, AnswerCopies, AnswerMemory
 from torchstrat.parameter_server.messages import (
@@ -370,17 +371,18 @@ class VariableStore:
             for key, state in states.items():
                 shards.put_state(key, optimizer, _copy(state) or None)
 
-    def optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> StepsHaveSet:
-        """What steps have set here, and ``options`` of the program's have not; of most optimizers nothing."""
+    def optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]], places: Places) -> StepsHaveSet:
+        """What steps have set here, and ``options`` of the program's have not; of most optimizers nothing. Options and
+        ``places`` as in `groups_with_wrapped`."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
-            return held.hand_out_options(options)
+            return held.hand_out_options(options, places)
 
-    def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+    def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]], places: Places) -> None:
         """Replace what is in the groups of an optimizer whose steps set it."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
-            held.load_options(options)
+            held.load_options(options, places)
 
     def untouched_entries(self, optimizer: int, key: ShardKey) -> dict[str, RowState]:
         """What an optimizer's state of a shard is before any step: the entries that go by rows. Changes nothing."""

@@ -12,7 +12,7 @@ import copy
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.optimizers import is_listed
+from torchstrat.core.optimizers import Places, groups_with_wrapped, is_listed
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.variables import BufferSlot, VariableRegistry
+from torchstrat.parameter_server.dispatch import SAME_AS, Options
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
@@ -399,9 +400,26 @@ def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Hyperparameters by group, to be sent."""
-    return [{k: v for k, v in as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
+def options_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Places]:
+    """Hyperparameters by group, to be sent, and the places of those of optimizers that it wraps."""
+    groups, places = groups_with_wrapped(optimizer)
+    return [{k: v for k, v in as_they_are(group).items() if k != "params"} for group in groups], places
+
+
+def all_options(
+    optimizers: Iterable[tuple[int, Optimizer]], numbers_of: Callable[[Sequence[torch.Tensor]], Iterable[int]]
+) -> Options:
+    """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
+    found: dict[int, tuple[dict[str, Any], ...]] = {}
+    first: dict[int, tuple[int, int]] = {}
+    for number, optimizer in optimizers:
+        groups = []
+        for place, group in enumerate(optimizer.param_groups):
+            groups.append({**as_they_are(group), "params": tuple(numbers_of(group["params"]))})
+            if first.setdefault(id(group), (number, place)) != (number, place):
+                groups[place][SAME_AS] = first[id(group)]
+        found[number] = tuple(groups)
+    return found
 
 
 class Reading:
@@ -470,6 +488,7 @@ class Reading:
         groups = optimizer.param_groups
         marks += (id(optimizer), id(getattr(state, "_keeper", None)), len(groups))
         for group in groups:
+            marks.append(id(group))
             marks += group
             marks += map(id, group.values())
             marks += map(id, group["params"])

@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat.core._torch_private import DisableTorchFunction, before_step, number_hooks_apart
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.core.optimizers import be_idle, is_listed, make_stand_in
+from torchstrat.core.optimizers import (
+    be_idle,
+    groups_with_wrapped,
+    is_listed,
+    make_stand_in,
+    stepped_by,
+    wrapped_by,
+)
 from torchstrat.parameter_server.messages import (
     Accumulation,
     OptimizerStep,
@@ -34,6 +41,7 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     StateOfShard,
     VariableSpec,
+    Wrapped,
 )
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
@@ -333,16 +341,35 @@ class RemoteSteps:
         cleared = self._left.take_cleared(None if step.found_inf else optimizer, self._number_of_variable)
         parts, others = edits_by_server(self._copies.take_edits()), self._discards(cleared)
         if not step.found_inf:
-            options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+            options = tuple(map(_options_of, optimizer.param_groups))
             attributes = self._attributes_of(number)
+            wrapped = None if is_listed(type(optimizer)) else self._wrapped_by(optimizer)
             for server in step.servers:
                 dense, rows = step.shards.of(server)
                 made = parts if server in step.changes or server in parts else others
-                made.setdefault(server, {})["steps"] = (OptimizerStep(number, options, dense, rows, attributes),)
+                made.setdefault(server, {})["steps"] = (
+                    OptimizerStep(number, options, dense, rows, attributes, wrapped),
+                )
         if is_listed(type(optimizer)):
             self._copies.note_stepped(step.stepped)
         self._send(parts, others, self._copies.dense(self._copies.reached))
         self.stepped = True
+
+    def _wrapped_by(self, optimizer: Optimizer) -> Wrapped | None:
+        numbers = [self._number_of(inner) for inner in wrapped_by(optimizer)]
+        if not numbers:
+            return None
+        name, own = type(optimizer).__name__, optimizer.param_groups
+        for tensor in stepped_by(optimizer)[sum(len(group["params"]) for group in own) :]:
+            if tensor.grad is not None:
+                raise UnsupportedError(
+                    f"{self.name_of(tensor)} has a gradient and belongs to an optimizer that {name} wraps, but to no "
+                    f"parameter group of {name} itself: its step is made on a parameter server, with the gradients of "
+                    "its own groups. Put the parameter into both."
+                )
+        groups, places = groups_with_wrapped(optimizer)
+        attributes = [{} if number is None else self._attributes_of(number) for number in numbers]
+        return Wrapped(places, tuple(map(_options_of, groups[len(own) :])), tuple(attributes))
 
     def finish(self, taken: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The function has ended: what it has changed besides, and what it leaves to the next step of any goes to the
@@ -384,6 +411,10 @@ class RemoteSteps:
             self._access.send_push(parts, others=others)
         else:
             self._copies.fill(specs, partial(self._access.send_push, parts, others=others))
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 class _StateOnServers:

@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.optimizers import is_listed
-from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, SURROUNDINGS, Modes, Options
+from torchstrat.parameter_server.dispatch import (
+    AGGREGATIONS,
+    DEFAULT_DTYPE,
+    NUM_WORKERS,
+    SAME_AS,
+    SURROUNDINGS,
+    Modes,
+    Options,
+)
 from torchstrat.parameter_server.messages import Gone, SetAttributes
 from torchstrat.parameter_server.serialization.functions import Packed, unpack
 from torchstrat.parameter_server.serialization.object_table import World
@@ -60,15 +68,25 @@ class Settings:
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
+        made: dict[Any, _Group] = {}
         for number, groups in options.items():
             if self._world.knows(("helper", number)):
                 optimizer = self._optimizers[number] = self._world.resolve(("helper", number))
                 while len(optimizer.param_groups) < len(groups):
                     optimizer.param_groups.append({"params": []})
-                for group, values in zip(optimizer.param_groups, groups, strict=True):
-                    group["params"] = [self._copies.tensor_of(number) for number in values["params"]]
-                kept = zip(optimizer.param_groups, groups, strict=True)
-                self._groups[number] = [_Group(group, values) for group, values in kept]
+                taken = {id(one.group) for one in made.values()}
+                for place, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+                    one = made.get(values.get(SAME_AS))
+                    if one is None:
+                        # Of another optimizer, too, and in the program not any more.
+                        own = {} if id(group) in taken else group
+                        own["params"] = [self._copies.tensor_of(number) for number in values["params"]]
+                        one = _Group(own, values)
+                    made[number, place] = one
+                self._groups[number] = [made[number, place] for place in range(len(groups))]
+                kept = [one.group for one in self._groups[number]]
+                if any(one is not other for one, other in zip(optimizer.param_groups, kept, strict=True)):
+                    optimizer.param_groups = kept
                 if not is_listed(type(optimizer)):
                     self._own_attributes[number] = fixed_attributes(optimizer)
         for gone in self._groups.keys() - options.keys():
@@ -250,16 +268,16 @@ class _Group:
     """One parameter group of this worker's optimizer, and what the coordinator wants in it."""
 
     def __init__(self, group: dict[str, Any], values: Mapping[str, Any]) -> None:
-        self._group = group
+        self.group = group
         self._params = list(group["params"])
-        self._values = {name: value for name, value in values.items() if name != "params"}
+        self._values = {name: value for name, value in values.items() if name not in ("params", SAME_AS)}
         self._fixed = {name: value for name, value in self._values.items() if is_fixed(value)}
         self._written = self._values.keys() - self._fixed.keys()
         """What a function can write to without putting another object there: copies of it are in force."""
         self.put_back()
 
     def is_as_scheduled(self, group: Mapping[str, Any]) -> bool:
-        if group is not self._group or len(group) != len(self._values) + 1:  # load_state_dict() makes new ones
+        if group is not self.group or len(group) != len(self._values) + 1:  # load_state_dict() makes new ones
             return False
         for name, value in self._fixed.items():
             if group.get(name) is not value:
@@ -272,7 +290,7 @@ class _Group:
         return [(name, was, now[name]) for name, was in self._values.items() if not are_equal(was, now[name])]
 
     def put_back(self) -> dict[str, Any]:
-        group = self._group
+        group = self.group
         group.clear()
         group["params"] = list(self._params)
         for name, value in self._values.items():
