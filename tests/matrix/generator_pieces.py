@@ -374,7 +374,8 @@ BACKWARDS: Mapping[str, Piece] = {
         "loss = loss_of(x, y)\nloss.backward(inputs=[p for p in model.parameters() if p.requires_grad])", "inputs named"
     ),
     "of a list": _piece(
-        "loss = loss_of(x, y)\ntorch.autograd.backward([loss / 2, loss_of(-x, y) / 3])", "used twice, accumulates twice"
+        "loss = loss_of(x, y)\ntorch.autograd.backward([loss / 2, loss_of(-x, y) / 3])",
+        "used twice, accumulates twice, calls twice",
     ),
     "scaled": _piece(
         "loss = loss_of(x, y)\n(loss * 1024).backward()\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def at(*wanted: int) -> Callable[[Callable[[Program], Any]], Between]:
     return lambda act: lambda program, index: act(program) if index in wanted else None
 
 
+class Scaling(SGD):
+    """By an entry of its group, if it has one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * group.get("scale", 1.0))
+
+
 class Overriding(SGD):
     """Derives from SGD and does not call its step."""
 
@@ -155,6 +166,49 @@ def test_hooks_in_the_middle_of_a_step_are_refused(
     act = at(when)(lambda program: getattr(hooked(program.optimizer), f"register_step_{kind}_hook")(program.clamp))
     with pytest.raises(UnsupportedError, match=says):
         check(make, act)
+
+
+def _replace_step(program: Program) -> None:
+    """By one that shrinks the parameters first."""
+    optimizer, parameters = program.optimizer, list(program.model.parameters())
+    plain = optimizer.step
+
+    def step(self: Optimizer, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for p in parameters:
+                p.mul_(0.9)
+        return plain()
+
+    optimizer.step = MethodType(step, optimizer)
+
+
+def _replaced_under_a_scheduler(program: Program, index: int) -> None:
+    if index == -1:
+        _replace_step(program)
+        program.scheduler = torch.optim.lr_scheduler.StepLR(program.optimizer, 1, 0.5)  # type: ignore[attr-defined]
+    else:
+        program.scheduler.step()  # type: ignore[attr-defined]
+
+
+def _replaced_for_a_while(program: Program, index: int) -> None:
+    if index == 0:
+        _replace_step(program)
+    if index == 2:
+        del program.optimizer.step
+
+
+STEPS: dict[str, Between] = {
+    "from the start": at(-1)(_replace_step),
+    "from the start, and scheduled": _replaced_under_a_scheduler,
+    "later": at(1)(_replace_step),
+    "for a while": _replaced_for_a_while,
+}
+
+
+@pytest.mark.parametrize("kind", [SGD, Overriding])
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_step_that_the_program_puts_into_the_object(steps: str, kind: type[Optimizer]) -> None:
+    check(lambda parameters: kind(parameters, lr=0.1), STEPS[steps])  # type: ignore[call-arg]
 
 
 # -- optimizers that wrap others --------------------------------------------------------------------------------------
@@ -298,6 +352,11 @@ for _which in (_wrapper, _base):
 @pytest.mark.parametrize("between", BETWEEN)
 def test_a_wrapper_and_what_it_wraps_are_those_of_the_program(between: str, wrapper: str) -> None:
     check(WRAPPERS[wrapper], BETWEEN[between])
+
+
+def test_what_is_deleted_from_a_group_is_gone() -> None:
+    act = at(1)(lambda program: program.optimizer.param_groups[0].pop("scale"))
+    check(lambda parameters: Scaling([{"params": list(parameters), "scale": 0.2}], lr=0.1), act)
 
 
 @pytest.mark.parametrize(("name", "value"), [("scale", 0.5), ("count", 0)])

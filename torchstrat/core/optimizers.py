@@ -24,6 +24,7 @@ import collections
 import enum
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,17 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
                 seen.add(id(member))
                 yield member
                 yield from _wrapped_by(member, seen)
+
+
+def own_step(optimizer: Optimizer) -> Any:
+    """What the program has put into the object in the place of its class's ``step``; None if it has not. A scheduler
+    puts a wrapper there, around the one or the other."""
+    step: Any = vars(optimizer).get("step")
+    if not hasattr(step, "_wrapped_by_lr_sched"):
+        return step
+    wrapped = step.__wrapped__
+    is_of_class = inspect.unwrap(wrapped) is inspect.unwrap(type(optimizer).step)
+    return None if is_of_class else types.MethodType(wrapped, optimizer)
 
 
 Places = tuple[tuple[int, ...], ...]

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.core.errors import ContextError, FunctionError
+from torchstrat.core.optimizers import own_step
 from torchstrat.parameter_server.serialization.closure_walk import is_library, members_used
 from torchstrat.parameter_server.serialization.path_errors import (
     COMPILED,
@@ -294,10 +295,10 @@ def _reduce_optimizer(optimizer: Optimizer) -> Any:
     state = dict(get_state() if get_state is not None else vars(optimizer))
     state["state"] = defaultdict(dict)
     # torch leaves out what subclasses set on themselves. Schedulers wrap `step`, in a way that cannot be pickled.
-    own = {name: value for name, value in vars(optimizer).items() if name not in state}
-    step = own.get("step")
-    if isinstance(step, StaysHere) or hasattr(step, "_wrapped_by_lr_sched"):
-        del own["step"]
+    own = {name: value for name, value in vars(optimizer).items() if name not in (*state, "step")}
+    step = own_step(optimizer)
+    if step is not None and not isinstance(step, StaysHere):
+        own["step"] = step
     return copyreg.__newobj__, (type(optimizer),), (state, own), None, None, set_optimizer_state  # type: ignore[attr-defined]
 
 

@@ -55,7 +55,10 @@ class _Group:
         return made
 
     def take(self, options: Options) -> None:
-        """What the program has set since the last step; what a step has set stays otherwise."""
+        """What the program has set since the last step, or deleted; what a step has set stays otherwise."""
+        for name in self._given.keys() - options.keys():
+            del self._given[name]
+            self.group.pop(name, None)
         for name, value in list(self._set_by_program(options)):
             self.group[name] = self._given[name] = value
 
@@ -69,7 +72,7 @@ class _Group:
 
     def hand_out(self, options: Options) -> dict[str, Any]:
         own, given = self.options, self._given
-        kept = dict(self._set_by_program(options))
+        kept = {*dict(self._set_by_program(options)), *(given.keys() - options.keys())}
         lacks = {k: v for k, v in own.items() if k not in kept and (k not in options or not are_equal(v, options[k]))}
         found = copy.deepcopy(lacks)
         for name, value in found.items():

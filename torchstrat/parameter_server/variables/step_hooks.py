@@ -1,7 +1,8 @@
 """Hooks around steps of optimizers (`Optimizer.register_step_pre_hook` and the like): workers have the program's.
 
 They travel with their optimizer and run where a function calls ``step()``, before what it pushes and after that. What
-the program registers or removes later travels with the settings of the next function.
+the program registers or removes later travels with the settings of the next function. So does a ``step`` that it puts
+into the object itself, which is then the function's own code.
 
 The step itself is made on a server. So what PyTorch calls in the middle of one cannot be called: hooks of an optimizer
 that another one wraps, and those of an optimizer whose class calls ``super().step()``, which hooks see as a step of its
@@ -19,13 +20,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.optimizers import is_listed, wrapped_by
+from torchstrat.core.optimizers import is_listed, own_step, wrapped_by
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.closure_walk import functions_of, names_in
 from torchstrat.parameter_server.serialization.functions import Packed, pack
 
 STEP_HOOKS = "step hooks"
-"""Of the settings' keys: (this, token of an optimizer) → `Packed` of `tables_of` it."""
+"""Of the settings' keys: (this, token of an optimizer) → `Packed` of `tables_of` it and its `own_step`."""
 
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -40,9 +41,10 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def marks_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Equal ones, as long as no hook was registered anywhere: there are the same ones. Every `schedule` asks."""
+    """Equal ones, as long as no hook was registered anywhere: nothing has changed. Every `schedule` asks."""
     counts = [len(table) for one in optimizers for name in _TABLES if (table := one.__dict__.get(name))]
-    return [counts, *map(called_within, optimizers)] if counts else counts
+    steps = [id(one.__dict__.get("step")) for one in optimizers]
+    return [counts, steps, *map(called_within, optimizers)] if counts else steps
 
 
 def called_within(optimizer: Optimizer) -> str:
@@ -100,14 +102,16 @@ class StepHooks:
         """Of those whose hooks are others than when they were here first, which is when they are sent, or that must
         not be stepped: what they have now."""
         for optimizer in optimizers:
-            within, tables = called_within(optimizer), tables_of(optimizer)
-            own = [(name, [*table], list(map(id, table.values()))) for name, table in tables.items()]
+            within, tables, step = called_within(optimizer), tables_of(optimizer), own_step(optimizer)
+            own: list[Any] = [(name, [*table], list(map(id, table.values()))) for name, table in tables.items()]
+            own.append(id(getattr(step, "__func__", step)))
             sent = self._sent.setdefault(optimizer, own)
             before, packed = self._changed.get(optimizer, (None, None))
             if before is None and sent == own and not within:
                 continue
             if packed is None or before != (own, within):
-                packed = pack(_with(tables, within), catalog, what=f"the step hooks of {type(optimizer).__name__}")
+                found = _with(tables, within), step
+                packed = pack(found, catalog, what=f"what {type(optimizer).__name__} does around steps")
                 self._changed[optimizer] = (own, within), packed
             yield (STEP_HOOKS, catalog.token_of(optimizer)), packed
 

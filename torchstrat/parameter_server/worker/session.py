@@ -169,8 +169,12 @@ class Settings:
         """What was registered or removed on the coordinator. What they count stays while they are the same."""
         if self._step_hooks.get(token) != packed.digest and self._world.knows(token):
             optimizer = self._world.resolve(token)
-            for name, hooks in unpack(packed, self._world).items():
+            tables, step = unpack(packed, self._world)
+            for name, hooks in tables.items():
                 _fill(vars(optimizer)[name], hooks)
+            vars(optimizer).pop("step", None)
+            if step is not None:
+                vars(optimizer)["step"] = step
             self._step_hooks[token] = packed.digest
 
     def release(self, tokens: Collection[Any]) -> None:
