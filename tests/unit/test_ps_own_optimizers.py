@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torchstrat as ts
 from tests.matrix.gradient_updates import Decaying, Lookahead
@@ -166,6 +168,32 @@ def test_hooks_in_the_middle_of_a_step_are_refused(
     act = at(when)(lambda program: getattr(hooked(program.optimizer), f"register_step_{kind}_hook")(program.clamp))
     with pytest.raises(UnsupportedError, match=says):
         check(make, act)
+
+
+GLOBAL_HOOKS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "before steps": register_optimizer_step_pre_hook,
+    "after steps": register_optimizer_step_post_hook,
+    "forward": register_module_forward_hook,
+    "backward": register_module_full_backward_hook,
+}
+
+
+@pytest.mark.parametrize("name", GLOBAL_HOOKS)
+def test_hooks_on_everything_are_refused_as_long_as_they_are_there(name: str) -> None:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            program = Program(lambda parameters: SGD(parameters, lr=0.1))
+        coordinator = ts.ClusterCoordinator(strategy)
+        batch = torch.ones(1, 3), torch.ones(1, 2)
+        coordinator.schedule(program.step, batch).get(60)
+        handle = GLOBAL_HOOKS[name](lambda *_: None)
+        try:
+            with pytest.raises(UnsupportedError, match=r"<lambda> is registered as a hook on all (modules|optimizers)"):
+                coordinator.schedule(program.step, batch)
+        finally:
+            handle.remove()
+        coordinator.schedule(program.step, batch).get(60)
 
 
 def _replace_step(program: Program) -> None:

@@ -48,7 +48,8 @@ class RemoteValue(Generic[T_co]):
     def get(self, timeout: timedelta | float | None = None) -> T_co:
         """The result, with tensors on the CPU of the coordinator. ``timeout`` in seconds; None waits.
 
-        Raises the function's own error, `CancelledError` if it was cancelled, `CommunicationTimeoutError`.
+        Raises the function's own error, `CancelledError` if it was cancelled, `CommunicationTimeoutError`. An error
+        that is raised here is not taken by that: `join`, `done` or the next `schedule` raises it once more.
         """
         if not self._has_ended and not self._wait(_seconds(timeout)):
             raise CommunicationTimeoutError(

@@ -36,7 +36,7 @@ from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorC
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import Bonds, Placement
-from torchstrat.parameter_server.variables.step_hooks import marks_of
+from torchstrat.parameter_server.variables.step_hooks import marks_of, require_no_global_hooks
 from torchstrat.replicas.thread_state import PlainSettings, what_sees_operators
 
 _MOST_NAMES = 3
@@ -444,6 +444,7 @@ class Reading:
                 f"a function was scheduled within `with {sees}:`, which would not see what the function does on its "
                 "worker. Open that block in the function, or schedule outside of it."
             )
+        require_no_global_hooks()
         self.surroundings = PlainSettings.here()
         self._marks: list[Any] = [torch.get_default_dtype(), self.surroundings, *population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs

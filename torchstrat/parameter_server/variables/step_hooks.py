@@ -7,6 +7,8 @@ into the object itself, which is then the function's own code.
 The step itself is made on a server. So what PyTorch calls in the middle of one cannot be called: hooks of an optimizer
 that another one wraps, and those of an optimizer whose class calls ``super().step()``, which hooks see as a step of its
 own as soon as the process has made an optimizer of that base class. A function that makes such a step is refused.
+
+Hooks on all optimizers, or on all modules, are those of one process. While the program's has any, nothing is scheduled.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any, NamedTuple, NoReturn
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchstrat.core._torch_private import global_module_hooks, optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import is_listed, own_step, wrapped_by
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
@@ -89,6 +93,31 @@ class _Refusing(NamedTuple):
             f"step: {self.what}. Steps are made on parameter servers, where no hook runs. Do what the hook does in the "
             "function, before or after step(), and remove it (handle.remove())."
         )
+
+
+_OF_TORCH = ("torch.", "torchstrat.")
+_handle: Any = RemovableHandle
+_found_none: Any = None  # when the tables were looked at last; every `schedule` asks
+
+
+def require_no_global_hooks() -> None:
+    """Raise `UnsupportedError` where the program has registered hooks on all modules or optimizers of this process."""
+    global _found_none
+    now = _handle.next_id, len(optimizer_pre_hooks), len(optimizer_post_hooks)
+    if now == _found_none:
+        return
+    tables = [("optimizers", table) for table in (optimizer_pre_hooks, optimizer_post_hooks)]
+    tables += [("modules", table) for table in global_module_hooks]
+    for what, table in tables:
+        for hook in list(table.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(_OF_TORCH):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise UnsupportedError(
+                    f"a function was scheduled while {name} is registered as a hook on all {what} of this process. "
+                    "Workers are other processes, where it would not be called. Register it on those that it is meant "
+                    "for, or remove it (handle.remove())."
+                )
+    _found_none = now
 
 
 class StepHooks:
