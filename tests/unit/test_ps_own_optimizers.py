@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -452,3 +453,35 @@ def test_parameters_that_come_later_are_stepped_by_what_is_wrapped() -> None:
 
     with dtype_and_seed(torch.float64, 0), FakeCluster(workers=1, ps=1) as cluster:
         assert_close(train_later(cluster.strategy()), train_later())
+
+
+@pytest.mark.parametrize("wrapper", [None, "shares groups", "has groups of its own"])
+def test_servers_that_are_started_again_get_such_optimizers_and_their_state(
+    wrapper: str | None, tmp_path: Path
+) -> None:
+    make = WRAPPERS[wrapper] if wrapper else lambda parameters: Decaying(parameters, lr=0.1, momentum=0.9)
+
+    def train_on(cluster: FakeCluster | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        strategy = cluster.strategy() if cluster else None
+        with strategy.scope() if strategy else nullcontext():
+            program = Program(make)
+        wrapped = {"base": program.optimizer.base} if wrapper else {}
+        checkpoint = ts.Checkpoint(model=program.model, optimizer=program.optimizer, **wrapped)
+        folder = tmp_path / ("servers" if cluster else "plain")
+        for index in range(6):
+            batch = torch.ones(index + 1, 3), torch.ones(index + 1, 2)
+            if strategy:
+                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
+            else:
+                program.step(*batch)
+            if index == 1:
+                checkpoint.save(folder)
+            if index == 3:
+                for server in range(2) if cluster else ():
+                    cluster.wait_until_lost(cluster.kill_server(server))
+                checkpoint.restore(folder)
+        return dict(program.numbers())
+
+    with dtype_and_seed(torch.float64, 0), FakeCluster(workers=1, ps=2, restarts_servers=True) as cluster:
+        assert_close(train_on(cluster), train_on(None))
