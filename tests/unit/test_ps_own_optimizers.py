@@ -240,6 +240,83 @@ def test_a_step_that_the_program_puts_into_the_object(steps: str, kind: type[Opt
     check(lambda parameters: kind(parameters, lr=0.1), STEPS[steps])  # type: ignore[call-arg]
 
 
+# -- attributes -------------------------------------------------------------------------------------------------------
+
+
+class Averaging(SGD):
+    """Keeps averages in a list, and the last step's length in a tensor that is another one each time."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.averages = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.length: torch.Tensor | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        with torch.no_grad():
+            self.length = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
+            for average, p in zip(self.averages, self.param_groups[0]["params"], strict=True):
+                average.lerp_(p, 0.1)
+
+
+def _use_averages(program: Program) -> None:
+    with torch.no_grad():
+        for average, p in zip(program.optimizer.averages, program.model.parameters(), strict=True):
+            p.copy_(average / (1 + program.optimizer.length))
+
+
+def test_tensors_that_steps_keep_in_attributes_are_here_after_a_pull() -> None:
+    check(Averaging, at(1, 2)(_use_averages))
+
+
+class InTwoParts(SGD):
+    """Climbs, and goes back as far as it has kept in an attribute."""
+
+    kept_in: type = dict
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.climbed = self.kept_in()
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            by = 0.1 * p.grad
+            p.add_(by)
+            if isinstance(self.climbed, dict):
+                self.climbed[number] = by
+            elif len(self.climbed) <= number:
+                self.climbed.append(by)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            p.sub_(self.climbed[number] + 0.1 * p.grad)
+
+
+class InAList(InTwoParts):
+    kept_in = list
+
+
+@pytest.mark.parametrize("kind", [InTwoParts, InAList])
+@pytest.mark.parametrize("steps", [True, False])
+def test_tensors_that_a_function_puts_into_attributes_are_refused(steps: bool, kind: type[InTwoParts]) -> None:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            program = Program(kind)
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def climb() -> None:
+            program.model(torch.ones(1, 3)).sum().backward()
+            program.optimizer.climb()
+            if steps:
+                program.optimizer.step()
+
+        with pytest.raises(UnsupportedError, match=f"put tensors into attributes of {kind.__name__}"):
+            coordinator.schedule(climb).get(60)
+
+
 # -- optimizers that wrap others --------------------------------------------------------------------------------------
 
 

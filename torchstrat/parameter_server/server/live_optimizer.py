@@ -26,7 +26,7 @@ from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, S
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
 from torchstrat.parameter_server.server.shards import HeldShards
-from torchstrat.parameter_server.variables.module_structure import fixed_attributes
+from torchstrat.parameter_server.variables.module_structure import fixed_attributes, marks_of_tensors, may_be_copied
 
 StepsHaveSet = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """By group, entries of ``param_groups``; by optimizer, plain attributes. Of the optimizer and then those it wraps."""
@@ -103,6 +103,15 @@ class _Member:
         self._initial = {one: copy.deepcopy(dict(held)) for one in parameters if (held := state.get(one))}
         self._stepped: set[torch.nn.Parameter] = set()
         self._set_at: dict[str, int] = {}  # attributes, when the program has set them
+        self._handed_out = marks_of_tensors(optimizer)
+
+    def attributes(self) -> dict[str, Any]:
+        """Those that can be handed out: of tensors, what has changed since the last time."""
+        attributes, marks = vars(self.optimizer), marks_of_tensors(self.optimizer)
+        changed = [name for name, mark in marks.items() if mark != self._handed_out.get(name)]
+        self._handed_out = marks
+        tensors = {name: copy.deepcopy(attributes[name]) for name in changed if may_be_copied(attributes[name])}
+        return fixed_attributes(self.optimizer) | tensors
 
     def take_attributes(self, attributes: SetAttributes) -> None:
         """What the program has set. What was set before the last that was taken is known, or was taken back."""
@@ -189,7 +198,7 @@ class LiveOptimizer:
             return [], []
         self._arrange(places)
         found = [one.hand_out(new) for one, new in zip(self._groups, options, strict=False)]
-        return found, [fixed_attributes(member.optimizer) for member in self._members]
+        return found, [member.attributes() for member in self._members]
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
         """These take the place of all that is in the groups: a checkpoint was restored."""

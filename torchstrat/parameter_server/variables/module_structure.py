@@ -62,6 +62,27 @@ def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, Any]:
     return {name: members[name] for name in names_of(object_) if is_fixed(members[name])}
 
 
+def _members_of(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+
+
+def marks_of_tensors(optimizer: Optimizer) -> dict[str, list[tuple[int, int]]]:
+    """By attribute, other ones when it, or a list or dictionary in it, has got another tensor, or one was changed in
+    place. Parameters are left out."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name in names_of(optimizer):
+        for one in _members_of(optimizer.__dict__[name]):
+            if type(one) is torch.Tensor and not one.is_inference():
+                found.setdefault(name, []).append((id(one), one._version))
+    return found
+
+
+def may_be_copied(value: Any) -> bool:
+    """Whether it is tensors and fixed values alone, or a list or dictionary of such."""
+    keys = value if type(value) is dict else ()
+    return all(map(is_fixed, keys)) and all(type(one) is torch.Tensor or is_fixed(one) for one in _members_of(value))
+
+
 class _Known(NamedTuple):
     owner: weakref.ref[nn.Module | Optimizer]
     size: int

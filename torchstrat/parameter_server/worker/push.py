@@ -43,6 +43,7 @@ from torchstrat.parameter_server.messages import (
     VariableSpec,
     Wrapped,
 )
+from torchstrat.parameter_server.variables.module_structure import marks_of_tensors
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import VariableAccess, edits_by_server
@@ -206,6 +207,7 @@ class RemoteSteps:
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._last_hooks, self._last = LastHooks(), before_step(self._step)
         self._watched: list[Optimizer] = []
+        self._kept: list[tuple[Optimizer, Any]] = []  # of classes of the program's own, as a function begins
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
         self._left = left
@@ -227,6 +229,8 @@ class RemoteSteps:
         """What the function that begins is seen to reach."""
         self._forget_states()
         self._watched = [value for value in captured if isinstance(value, Optimizer)]
+        own = [optimizer for optimizer in self._watched if not is_listed(type(optimizer))]
+        self._kept = [(optimizer, marks_of_tensors(optimizer)) for optimizer in own]
 
     def keep_state_of(self, optimizers: Iterable[Optimizer]) -> None:
         """Let ``optimizer.state`` of these, which have just come, ask the servers."""
@@ -259,6 +263,15 @@ class RemoteSteps:
             for optimizer, state in self._used()
             if (state.is_changed() if optimizer.state is state else not state.holds(optimizer.state))
         ]
+        for optimizer, marks in self._kept:
+            if marks_of_tensors(optimizer) != marks:
+                self._kept = []  # said once
+                raise UnsupportedError(
+                    f"a scheduled function has put tensors into attributes of {type(optimizer).__name__} outside of "
+                    "its step(), or changed some there. Steps are made on a parameter server, by an optimizer that has "
+                    "others. Compute such things in step(), or use a synchronous strategy such as MirroredStrategy, "
+                    "also for optimizers with steps of several parts (SAM)."
+                )
         if found:
             self._forget_states()
             raise UnsupportedError(
