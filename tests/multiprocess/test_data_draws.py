@@ -370,6 +370,35 @@ def test_what_shards_itself_draws_as_the_others_and_is_told_of(two_processes: Wo
         assert not nothing
 
 
+SHUFFLED = [(0, None), (0, 1), (2, None), (2, 1)]
+
+
+def orders_of_files(folder: Path) -> list[list[list[str]]]:
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
+    found = []
+    seed(3)
+    try:
+        for workers, own_seed in SHUFFLED:
+            rows = TextLineDataset(sorted(folder.iterdir())).shuffle(ROWS, own_seed)
+            given = loader(rows, workers, persistent_workers=workers > 0)
+            dataset = strategy.distribute_dataset(given, ts.InputOptions(auto_shard_policy="FILE"))
+            assert dataset.element_spec, "which reads a row, in no pass"
+            found.append([[row for step in dataset for row in step.values[0].tolist()] for _ in range(3)])
+        return found
+    finally:
+        strategy.close()
+
+
+def test_files_of_ones_own_are_shuffled_anew_in_every_pass(two_processes: Workers, folder: Path) -> None:
+    for number, of_rank in enumerate(two_processes.run(orders_of_files, folder)):
+        own = sorted((folder / str(number)).read_text().split())
+        for passes in of_rank:
+            assert [sorted(rows) for rows in passes] == [own] * 3
+            assert len({tuple(rows) for rows in passes}) == 3
+        alone = TextLineDataset(folder / str(number)).shuffle(ROWS, 1)
+        assert of_rank[SHUFFLED.index((0, 1))] == [list(alone) for _ in range(3)]
+
+
 class Told:
     """Writes down in which process it was collected."""
 

@@ -104,8 +104,10 @@ def read_by(dataset: Any) -> Any:
 
 def _counting_passes(dataset: Any) -> Any:
     """What shuffles by the number of the pass, in its attribute ``passes``; None for a dataset that is not ours."""
-    found = dataset.source if isinstance(dataset, Opened) else dataset
-    return found if isinstance(dataset, Pipeline | Opened) and hasattr(found, "passes") else None
+    if isinstance(dataset, Opened):
+        return dataset.source if hasattr(dataset.source, "passes") else None
+    found = read_by(dataset)
+    return found if isinstance(found, Pipeline) else None
 
 
 class IterableLoader:

@@ -20,7 +20,7 @@ from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.data import rows, spec
-from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
+from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles, read_by
 from torchstrat.data.loader_batches import Collate, CollateAndSplit, CollateToCut, Share, SplitBatch, served, share_of
 from torchstrat.data.order import (
     Counted,
@@ -273,8 +273,9 @@ class LoaderSource(Source):
         if isinstance(dataset, TensorDataset):
             return tuple(tensor.new_zeros(tensor.shape[1:]) for tensor in dataset.tensors)
         if self._iterable:
+            data = read_by(dataset)
             with unmoved(dataset if is_stateful(dataset) else None):
-                elements = dataset.read(View()) if isinstance(dataset, Pipeline) else iter(dataset)
+                elements = data.read(View()) if isinstance(data, Pipeline) else iter(dataset)
                 for element in elements:
                     return element
         if self._iterable or len_of(dataset) == 0:

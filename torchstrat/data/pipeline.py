@@ -112,9 +112,14 @@ class Pipeline(IterableDataset[Any]):
             return draw_seed() if self.needs_seed else 0
         return worker.seed - worker.id if self.seed_in_workers is None else self.seed_in_workers
 
-    def __iter__(self) -> Iterator[nest.Nest]:
-        elements = self.read(View(seed=self.pass_seed(), passes=(self.passes,)))
+    def read_pass(self, files: tuple[PathLike, ...] | None = None) -> Iterator[nest.Nest]:
+        """Another pass, over all files or these."""
+        elements = self.read(View(files, seed=self.pass_seed(), passes=(self.passes,)))
         self.passes += 1
+        return elements
+
+    def __iter__(self) -> Iterator[nest.Nest]:
+        elements = self.read_pass()
         worker = get_worker_info()
         if worker is None:
             return elements
@@ -192,7 +197,7 @@ class _Transformed(Pipeline):
         if name == "files" and "source" in vars(self):
             return self.source.files  # type: ignore[attr-defined]
         if name == "open" and "source" in vars(self) and hasattr(self.source, "open"):
-            return lambda files: self.read(View(files=tuple(files), seed=self.pass_seed()))
+            return lambda files: self.read_pass(tuple(files))
         raise AttributeError(f"{type(self).__name__.lstrip('_')} dataset has no attribute {name!r}")
 
     @property
