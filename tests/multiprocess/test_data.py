@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 import torchstrat as ts
 from tests.support.datasets import ORDERS, Numbers, seed
@@ -146,3 +146,47 @@ def test_a_pass_that_is_left_early_has_drawn_what_it_draws_in_pytorch(two_proces
     for way, passes in plain.items():
         pairs = [list(zip(*both, strict=True)) for both in zip(first[way], second[way], strict=True)]
         assert [[joined(parts) for parts in one] for one in pairs] == passes, way
+
+
+# -- samplers that follow the training ---------------------------------------------------------------------------------
+
+
+class Hardest(Sampler[int]):
+    """The rows with the largest losses so far, in groups of four."""
+
+    def __init__(self) -> None:
+        self.losses = torch.arange(8.0)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(6):
+            yield from self.losses.topk(4).indices.tolist()
+
+
+def mine(strategy: ts.Strategy | None, loading: int) -> list[list[int]]:
+    """The global batches of two passes, of which the first is left early."""
+    sampler = Hardest()
+    loader: Any = DataLoader(Numbers(8), batch_size=4, sampler=sampler, num_workers=loading)
+    given = loader if strategy is None else strategy.distribute_dataset(loader)
+    found = []
+    for left_after in (4, None):
+        for rows in itertools.islice(iter(given), left_after):
+            every = rows if strategy is None else strategy.gather(rows, axis=0)
+            sampler.losses[every] *= 0.3 + 0.01 * every
+            found.append(every.tolist())
+    return found
+
+
+def mine_all(processes: int) -> list[list[list[int]]]:
+    here = [f"cpu:{index}" for index in range(4 // processes)] if processes < 2 else None
+    strategy = ts.MirroredStrategy(here, timeout=timedelta(seconds=240))
+    try:
+        return [mine(strategy, loading) for loading in LOADING]
+    finally:
+        strategy.close()
+
+
+def test_a_sampler_that_follows_the_training_is_drawn_from_when_pytorch_would(two_processes: Workers) -> None:
+    plain = [mine(None, loading) for loading in LOADING]
+    assert all(len({tuple(sorted(rows)) for rows in found}) > 2 for found in plain), "and so it does follow"
+    assert mine_all(1) == plain
+    assert two_processes.run(mine_all, 2) == [plain] * 2

@@ -2,9 +2,9 @@
 
 Torch's own samplers are *replayed*: rank 0 hands out the state of the random stream once per epoch, and every rank
 draws for itself, when PyTorch would: a pass that is left early leaves the stream where it does there. Any other
-sampler, or batch sampler, is drawn from on rank 0 alone and its indices are sent, a few batches at a time. Both happen
-in the caller's thread, at the same steps on every rank, so that neither random streams nor collectives depend on how
-fast a rank is.
+sampler, or batch sampler, is drawn from on rank 0 alone and its indices are sent; when PyTorch would too, as it may
+follow what the training does (by its losses, say). Both happen in the caller's thread, at the same steps on every rank,
+so that neither random streams nor collectives depend on how fast a rank is.
 
 An order is not saved. Saved are the random states at its beginning, how many rows were handed out, and a checksum of
 their indices. To go on, the sampler draws again from those states; indices are skipped, no row is read. Samplers with
@@ -305,9 +305,6 @@ class Served:
         return self._place
 
 
-BATCHES_PER_MESSAGE = 16
-"""Enough to make the message's latency not count; few enough for samplers that follow the training."""
-
 _OWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -448,9 +445,9 @@ class IndexOrder:
             self._draw(step + 1 + self._ahead - self._drawn)
 
     def _draw(self, count: int) -> None:
-        """``count``: how many are needed. More are sent at a time, for the message's sake."""
+        """``count``: how many are needed."""
         if not self._replay:
-            count, batches = BATCHES_PER_MESSAGE, self._receive()
+            batches = self._receive(count)
         elif self._first and not self._seeded:
             batches = self._replay_first(count)
         else:
@@ -464,13 +461,11 @@ class IndexOrder:
         """The next ones of this rank's sampler; fewer at its end."""
         return list(itertools.islice(self.draws or (), count))
 
-    def _receive(self) -> list[Index]:
+    def _receive(self, count: int) -> list[Index]:
         message: tuple[list[Index], BaseException | None] = ([], None)
         if self.draws is not None:
-            drawn: list[Index] = []
             try:
-                drawn.extend(itertools.islice(self.draws, BATCHES_PER_MESSAGE))
-                message = (drawn, None)
+                message = (self._own_draws(count), None)
             except Exception as error:  # the others wait for a message: they get one, then it is raised everywhere
                 message = ([], error)
         failure = message[1]
