@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -102,6 +103,27 @@ def loader(data: Any, workers: int, **settings: Any) -> DataLoader[Any]:
     return DataLoader(data, GLOBAL_BATCH, num_workers=workers, **settings)
 
 
+class Own(DataLoader[Any]):
+    """Has an iterator of its own, which starts its workers when it is first asked."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+class Around:
+    """Hands on what a loader gives."""
+
+    def __init__(self, given: DataLoader[Any]) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.given)
+
+
+def own(data: Any, **settings: Any) -> Own:
+    return Own(data, GLOBAL_BATCH, num_workers=2, **settings)
+
+
 Distribute = Callable[[ts.Strategy, int, Path, int], Any]
 
 
@@ -173,6 +195,17 @@ CASES: dict[str, tuple[Distribute, int]] = {
         from_function(lambda *made: by_sampler(*made, persistent_workers=True)),
         2,
     ),
+}
+CASES |= {
+    name: (make, 2)
+    for name, make in {
+        "OFF, rows by an own iterator": under("OFF", lambda *_: own(Noisy(), shuffle=True)),
+        "function, own sampler, own iterator": from_function(
+            lambda context, _: own(Noisy(), sampler=DrawsAtOnce(context), persistent_workers=True)
+        ),
+        "function, shuffled pipeline, own iterator": from_function(lambda context, _: own(shared(context))),
+        "function, around a loader": from_function(lambda context, _: Around(loader(part(context), 2, shuffle=True))),
+    }.items()
 }
 ONE_WORKER = "DATA, rows, 1 worker"
 UNORDERED: dict[str, Distribute] = {
@@ -329,33 +362,43 @@ class Shards(IterableDataset[Any]):
             yield torch.stack([noisy(number) if self.augments else torch.tensor([float(number)])])
 
 
-SHARDS: dict[str, Any] = {
-    "NoLoader": None,
-    "InProcess": {"batch_size": None},
-    "InWorkers": {"batch_size": None, "num_workers": 2},
-    "OneBatchOfEachWorker": {"batch_size": 3, "num_workers": 2, "persistent_workers": True},
+SHARDS: dict[str, Callable[[Any], Any]] = {
+    "NoLoader": lambda shards: shards,
+    "InProcess": lambda shards: DataLoader(shards, None),
+    "InWorkers": lambda shards: DataLoader(shards, None, num_workers=2),
+    "OneBatchOfEachWorker": lambda shards: DataLoader(shards, 3, num_workers=2, persistent_workers=True),
+    "ByAnOwnIterator": lambda shards: Own(shards, None, num_workers=2),
+    "OneBatchByAnOwnIterator": lambda shards: Own(shards, 3, num_workers=2),
 }
-"""By a name for the data set: settings of its loader."""
+"""By a name for the data set: what reads it."""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchstrat.data").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("torchstrat.data").removeHandler(handler)
 
 
 def read_shards(augments: bool, name: str) -> tuple[list[float], list[str]]:
     strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
     kind = type(name, (Shards,), {})  # each kind is told of once
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchstrat.data").addHandler(handler)
     seed(3)
 
     def make(context: ts.InputContext) -> Any:
-        shards = kind(context, augments)
-        return shards if SHARDS[name] is None else DataLoader(shards, **SHARDS[name])
+        return SHARDS[name](kind(context, augments))
 
     try:
-        dataset = strategy.distribute_datasets_from_function(make)
-        return [row[0] for _ in range(2) for step in dataset for row in step.values[0].flatten(0, -2).tolist()], told
+        with listening() as told:
+            dataset = strategy.distribute_datasets_from_function(make)
+            steps = [step for _ in range(2) for step in dataset]
+            return [row[0] for step in steps for row in step.values[0].flatten(0, -2).tolist()], told
     finally:
-        logging.getLogger("torchstrat.data").removeHandler(handler)
         strategy.close()
 
 
@@ -365,8 +408,7 @@ def test_what_shards_itself_draws_as_the_others_and_is_told_of(two_processes: Wo
         (first, told), (second, nothing) = two_processes.run(read_shards, augments, name)
         assert sorted(first + second) == sorted([*range(ROWS)] * 2), "no row is lost or repeated"
         expected = f"{name} draws from the process's random streams"
-        seen = augments and name != "OneBatchOfEachWorker"  # with its first one a generator draws what it begins with
-        assert [text.split(" while")[0] for text in told] == [expected] * seen
+        assert [text.split(" while")[0] for text in told] == [expected] * augments
         assert not nothing
 
 
@@ -397,6 +439,36 @@ def test_files_of_ones_own_are_shuffled_anew_in_every_pass(two_processes: Worker
             assert len({tuple(rows) for rows in passes}) == 3
         alone = TextLineDataset(folder / str(number)).shuffle(ROWS, 1)
         assert of_rank[SHUFFLED.index((0, 1))] == [list(alone) for _ in range(3)]
+
+
+class Early(Own):
+    """Starts its workers when it is made, and lets them go on from pass to pass."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.begun = DataLoader.__iter__(self)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return itertools.islice(self.begun, 1)
+
+
+def read_early() -> list[str]:
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
+    try:
+        with listening() as told:
+            for data in range(ROWS), Noisy():  # of which one cannot draw
+                made: Any = Early(data, GLOBAL_BATCH, num_workers=1)
+                given = strategy.distribute_datasets_from_function(lambda context, made=made: made)
+                assert sum(len(list(given)) for _ in range(2)) == 2
+            return told
+    finally:
+        strategy.close()
+
+
+def test_workers_that_were_started_before_are_told_of(two_processes: Workers) -> None:
+    nothing, [told] = two_processes.run(read_early)
+    assert told.startswith("Early has workers that were started before it was iterated here")
+    assert not nothing
 
 
 class Told:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -20,12 +21,10 @@ from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import spec
 from torchstrat.data.loader_batches import CollateAndSplit
 from torchstrat.data.own_draws import (
-    CollateAndTell,
     Continuing,
     OwnDraws,
     Seeds,
     Watched,
-    WatchedInWorkers,
     apart,
     generators_of_data,
     leave_for_next_pass,
@@ -37,6 +36,7 @@ from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, rows_of, skip, skip_extra
+from torchstrat.data.worker_draws import Watch, WatchedInWorkers
 
 if TYPE_CHECKING:
     from torchstrat.data.sources import FileSource
@@ -238,8 +238,14 @@ class IterableLoader:
             return iter(self._loader_of(dataset, collate, loader.generator))
         if not loader.num_workers:
             return Watched(iter(self._loader_of(dataset, collate, loader.generator)), name)
-        batches = iter(self._loader_of(dataset, CollateAndTell(collate), loader.generator))
-        return WatchedInWorkers(batches, name, loader.num_workers)
+        watched = self._watch.settings(loader, collate)
+        inner = self._loader_of(dataset, watched["collate_fn"], loader.generator)
+        inner.worker_init_fn = watched["worker_init_fn"]
+        return WatchedInWorkers(iter(inner), self._watch, name)
+
+    @functools.cached_property
+    def _watch(self) -> Watch:
+        return Watch()
 
     @contextlib.contextmanager
     def _shuffled_alike(self) -> Iterator[None]:

@@ -20,8 +20,8 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -147,12 +147,12 @@ class OwnDraws:
         """Before batch ``number`` of the pass is read for ``stream``."""
         if self._outside is None:
             self._outside = self._stand()
-        words = _digest(self._seeds[0], number, stream)
+        words = stream_seeds(self._seeds[0], number, stream)
         torch.default_generator.manual_seed(words[0])
         random.seed(words[1])
         self._numpy.seed(words[2])
         for position, generator in enumerate(self._owned):
-            _seed(generator, _digest(self._seeds[1], number, stream, position)[0])
+            _seed(generator, stream_seeds(self._seeds[1], number, stream, position)[0])
 
     def go_on(self, number: int, stream: int) -> None:
         """`enter`, or back to where `pause` left."""
@@ -229,47 +229,11 @@ class Watched(Iterator[T]):
         self._count += 1
         if self._count != 2:  # with the first one a generator draws what its beginning needs
             return next(self._items)
-        before = _process_stands()
+        before = process_stands()
         item = next(self._items)
-        if _process_stands() != before:
+        if process_stands() != before:
             tell_of_common_draws(self._name)
         return item
-
-
-class WatchedInWorkers(Iterator[Any]):
-    """`Watched`, where ``items`` are what a `DataLoader` with ``workers`` collates by `CollateAndTell`."""
-
-    def __init__(self, items: Iterator[_Told], name: str, workers: int) -> None:
-        self._items, self._name, self._firsts = items, name, workers
-
-    def __next__(self) -> Any:
-        told = next(self._items)
-        if self._firsts:  # workers that persist count on from pass to pass: their second batch may begin one
-            self._firsts -= 1
-        elif told.moved:
-            tell_of_common_draws(self._name)
-        return told.batch
-
-
-class CollateAndTell:
-    """Collates in a data-loading worker, and tells with its second batch whether this one has moved the worker's
-    streams: all that is drawn there is drawn for the batches."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate, self._count, self._stood = collate, 0, 0
-
-    def __call__(self, examples: Any) -> _Told:
-        batch = self._collate(examples)
-        self._count += 1
-        if self._count > 2:
-            return _Told(batch, False)
-        before, self._stood = self._stood, _process_stands()
-        return _Told(batch, self._count == 2 and self._stood != before)
-
-
-class _Told(NamedTuple):
-    batch: Any
-    moved: bool
 
 
 @functools.cache
@@ -322,17 +286,22 @@ def apart(owned: Sequence[Any], rank: int) -> Iterator[None]:
         return
     streams = RandomStreams((), owned)
     states = streams.own_states()
-    for position, generator in enumerate(owned):
-        _seed(generator, stream_seed(_next_of(generator), rank, position))
+    seed_apart(owned, rank)
     try:
         yield
     finally:
         streams.put(states)
 
 
+def seed_apart(owned: Sequence[Any], rank: int) -> None:
+    """Put generators that stand where those of other ranks do where no other rank's stand."""
+    for position, generator in enumerate(owned):
+        _seed(generator, stream_seed(_next_of(generator), rank, position))
+
+
 def stream_seed(seed: int, *path: int) -> int:
     """A seed made of another and of numbers; those of other numbers are unrelated."""
-    return _digest(seed, *path)[0]
+    return stream_seeds(seed, *path)[0]
 
 
 def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
@@ -398,7 +367,7 @@ def _next_of(generator: Any) -> int:
     return int.from_bytes(generator.bytes(7), "little")
 
 
-def _process_stands() -> int:
+def process_stands() -> int:
     return _number(state_of(), random.getstate(), np.random.get_state(legacy=False))
 
 
@@ -415,7 +384,8 @@ def _plain(part: Any) -> Any:
     return part.tolist() if isinstance(part, np.ndarray | torch.Tensor) else part
 
 
-def _digest(*numbers: int) -> tuple[int, int, int]:
+def stream_seeds(*numbers: int) -> tuple[int, int, int]:
+    """Seeds of PyTorch's, Python's and NumPy's streams; those of other numbers are unrelated."""
     text = "/".join(map(str, numbers)).encode()
     digest = hashlib.blake2b(text, digest_size=20).digest()
     return (

@@ -29,6 +29,7 @@ from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
+from torchstrat.data.worker_draws import ReadByItself, loaders_in
 
 logger = logging.getLogger("torchstrat.data")
 
@@ -314,7 +315,11 @@ class IterableSource(Source):
         return self._iterable
 
     def _watched(self) -> Iterator[nest.Nest]:
-        return self._read() if self.pipeline != 0 else Watched(self._read(), type(self._data).__qualname__)
+        if self.pipeline is None:
+            return self._read()
+        loaders = loaders_in(self._data)
+        items = ReadByItself(self._read, loaders, self.pipeline) if loaders else self._read()
+        return items if self.pipeline else Watched(items, type(self._data).__qualname__)
 
     def settings(self) -> dict[str, Any]:
         return {"dataset": type(self._iterable).__name__}

@@ -1,0 +1,227 @@
+"""What loaders' workers draw, decided or noticed in the workers, where each process reads a pipeline of its own.
+
+It is done by ``worker_init_fn`` and ``collate_fn``, which are all of a worker that a loader with an iterator of its own
+asks others for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from torchstrat.data.own_draws import (
+    draws_nothing,
+    generators_of_data,
+    process_stands,
+    seed_apart,
+    stream_seeds,
+    tell_of_common_draws,
+)
+from torchstrat.data.pipeline import Pipeline
+
+logger = logging.getLogger("torchstrat.data")
+
+WorkerInit = Callable[[int], None] | None
+
+
+class SeedsApart:
+    """Gives the workers of one pipeline random streams of their own, and other states to the data set's generators.
+
+    Args:
+        pipeline: its number.
+    """
+
+    def __init__(self, pipeline: int) -> None:
+        self._pipeline = pipeline
+        self._begun = _flag()
+
+    def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        return {"worker_init_fn": functools.partial(self._begin, loader.worker_init_fn, loader.collate_fn)}
+
+    def _begin(self, init: WorkerInit, collate: Any, worker: int) -> None:
+        """In a worker, before it looks at its data set."""
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, Pipeline):  # what is sharded after a shuffle needs one order in all pipelines
+            info.dataset.seed_in_workers = info.seed - worker
+        seeds = stream_seeds(info.seed, self._pipeline)
+        object.__setattr__(info, "seed", seeds[0])  # which is frozen, and by which functions of the user's seed
+        torch.manual_seed(seeds[0])
+        random.seed(seeds[1])
+        np.random.seed(seeds[2])
+        seed_apart(generators_of_data(info.dataset, collate), self._pipeline)
+        self._begun[0] = 1
+        if init is not None:
+            init(worker)
+
+    def require_begun(self, loader: DataLoader[Any]) -> None:
+        """After a batch of its workers has come."""
+        if self._pipeline == 1 and not self._begun[0] and not draws_nothing(loader):
+            _tell_of_workers_begun_before(type(loader).__qualname__)
+
+
+class Watch:
+    """Notices in a loader's workers whether the data set, which shards itself, perhaps by what every process draws
+    alike, goes on to draw from their streams; see `own_draws.Watched`.
+
+    With its first element a data set draws what its beginning needs. What is drawn after that, up to a worker's second
+    batch, is drawn for the batches.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = _flag()
+        # In a worker: where its streams stood then, and how many batches are still looked at.
+        self._stood: int | None = None
+        self._left = 2
+
+    def settings(self, loader: DataLoader[Any], collate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+        """``collate``: if it is to be another one than the loader's."""
+        return {
+            "worker_init_fn": functools.partial(self._begin, loader.worker_init_fn),
+            "collate_fn": functools.partial(self._collated, collate or loader.collate_fn),
+        }
+
+    def tell(self, name: str) -> None:
+        """After a batch has come."""
+        if self._drawn[0]:
+            tell_of_common_draws(name)
+
+    def _begin(self, init: WorkerInit, worker: int) -> None:
+        info: Any = get_worker_info()
+        dataset, kind = info.dataset, type(info.dataset)
+        opened = kind.__iter__
+
+        def followed(asked: Any) -> Any:
+            elements = opened(asked)
+            return _First(elements, self._begun) if asked is dataset else elements
+
+        kind.__iter__ = followed  # of this process, which ends with its worker; the loader keeps the data set itself
+        if init is not None:
+            init(worker)
+
+    def _begun(self) -> None:
+        if self._left:
+            self._stood = process_stands()
+
+    def _collated(self, collate: Callable[[Any], Any], examples: Any) -> Any:
+        batch = collate(examples)
+        if self._left and self._stood is not None:
+            self._left -= 1
+            if self._stood != process_stands():
+                self._drawn[0] = 1
+        return batch
+
+
+class _First:
+    """``elements`` of which the first is reported."""
+
+    def __init__(self, elements: Iterator[Any], report: Callable[[], None]) -> None:
+        self._elements, self._report = elements, report
+        self._waits = True
+
+    def __iter__(self) -> _First:
+        return self
+
+    def __next__(self) -> Any:
+        element = next(self._elements)
+        if self._waits:
+            self._waits = False
+            self._report()
+        return element
+
+    def __getattr__(self, name: str) -> Any:  # its state_dict, say
+        return getattr(self._elements, name)
+
+
+class WatchedInWorkers(Iterator[Any]):
+    """``items`` of a loader that has been given the settings of ``watch``."""
+
+    def __init__(self, items: Iterator[Any], watch: Watch, name: str) -> None:
+        self._items, self._watch, self._name = items, watch, name
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self._watch.tell(self._name)
+        return item
+
+
+class ReadByItself(Iterator[Any]):
+    """The items of what reads loaders in a way of its own, and may start their workers whenever it is asked.
+
+    Args:
+        open_items: called here.
+        loaders: those with workers.
+        pipeline: the number of this one.
+    """
+
+    def __init__(
+        self, open_items: Callable[[], Iterator[Any]], loaders: Sequence[DataLoader[Any]], pipeline: int
+    ) -> None:
+        self._loaders = [(loader, _care_of(loader, pipeline)) for loader in loaders]
+        with self._cared_for():
+            self._items = open_items()
+
+    def __next__(self) -> Any:
+        with self._cared_for():
+            item = next(self._items)
+        for loader, care in self._loaders:
+            if isinstance(care, Watch):
+                care.tell(type(loader.dataset).__qualname__)
+            elif care is not None:
+                care.require_begun(loader)
+        return item
+
+    @contextlib.contextmanager
+    def _cared_for(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for loader, care in self._loaders:
+                if care is not None:
+                    stack.enter_context(_set(loader, care.settings(loader)))
+            yield
+
+
+def _care_of(loader: DataLoader[Any], pipeline: int) -> SeedsApart | Watch | None:
+    """The first pipeline draws what it does in plain PyTorch, and tells for all."""
+    if isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, Pipeline):
+        return None if pipeline else Watch()
+    return SeedsApart(pipeline) if pipeline else None
+
+
+@contextlib.contextmanager
+def _set(loader: DataLoader[Any], settings: dict[str, Any]) -> Iterator[None]:
+    given = {name: getattr(loader, name) for name in settings}
+    for name, value in settings.items():
+        setattr(loader, name, value)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            setattr(loader, name, value)
+
+
+def loaders_in(iterable: Any) -> list[DataLoader[Any]]:
+    """The loaders with workers that it is, or has in attributes."""
+    found = [iterable] if isinstance(iterable, DataLoader) else getattr(iterable, "__dict__", {}).values()
+    return [one for one in found if isinstance(one, DataLoader) and one.num_workers]
+
+
+def _flag() -> Any:
+    """What a worker, forked or spawned, sets for the process that started it."""
+    return torch.zeros(1, dtype=torch.uint8).share_memory_()
+
+
+@functools.cache
+def _tell_of_workers_begun_before(name: str) -> None:
+    logger.warning(
+        "%s has workers that were started before it was iterated here, or without its worker_init_fn: where processes "
+        "are seeded equally, what the data set draws in these workers is the same in all of them. Let it start them "
+        "when it is iterated, or give it a worker_init_fn that seeds with context.input_pipeline_id.",
+        name,
+    )
