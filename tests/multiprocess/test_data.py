@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
@@ -146,6 +148,43 @@ def test_a_pass_that_is_left_early_has_drawn_what_it_draws_in_pytorch(two_proces
     for way, passes in plain.items():
         pairs = [list(zip(*both, strict=True)) for both in zip(first[way], second[way], strict=True)]
         assert [[joined(parts) for parts in one] for one in pairs] == passes, way
+
+
+# -- what the program draws beside the order ---------------------------------------------------------------------------
+
+
+def draw() -> list[float]:
+    return [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def draw_beside(strategy: ts.Strategy | None, name: str, own_seed: int) -> list[list[float]]:
+    """In each step of two passes, of which the first is left early."""
+    seed(own_seed)
+    loader: Any = LOADERS[name]()
+    given = loader if strategy is None else strategy.distribute_dataset(loader)
+    return [draw() for left_after in (2, None) for _ in itertools.islice(iter(given), left_after)]
+
+
+def draw_beside_all(names: list[str], processes: int, apart: bool = False) -> dict[str, list[list[float]]]:
+    here = [f"cpu:{index}" for index in range(4 // processes)] if processes < 2 else None
+    strategy = ts.MirroredStrategy(here, timeout=timedelta(seconds=240))
+    try:
+        return {name: draw_beside(strategy, name, 5 if strategy.is_chief or not apart else 6) for name in names}
+    finally:
+        strategy.close()
+
+
+def test_what_a_program_draws_beside_the_order_is_the_same_on_every_rank(two_processes: Workers) -> None:
+    plain = {name: draw_beside(None, name, 5) for name in LOADERS}
+    assert draw_beside_all(list(LOADERS), 1) == plain
+    assert two_processes.run(draw_beside_all, list(LOADERS), 2) == [plain] * 2
+
+
+def test_a_rank_that_is_seeded_by_itself_draws_its_own_beside_the_order(two_processes: Workers) -> None:
+    names = ["lazy sampler", "eager sampler"]
+    first, second = two_processes.run(draw_beside_all, names, 2, True)
+    assert first == {name: draw_beside(None, name, 5) for name in names}
+    assert second == dict.fromkeys(names, draw_beside(None, "sequential", 6)), "no order has moved its streams"
 
 
 # -- samplers that follow the training ---------------------------------------------------------------------------------

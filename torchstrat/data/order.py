@@ -3,8 +3,9 @@
 Torch's own samplers are *replayed*: rank 0 hands out the state of the random stream once per epoch, and every rank
 draws for itself, when PyTorch would: a pass that is left early leaves the stream where it does there. Any other
 sampler, or batch sampler, is drawn from on rank 0 alone and its indices are sent; when PyTorch would too, as it may
-follow what the training does (by its losses, say). Both happen in the caller's thread, at the same steps on every rank,
-so that neither random streams nor collectives depend on how fast a rank is.
+follow what the training does (by its losses, say). The other ranks' random streams move as rank 0's do. Both happen in
+the caller's thread, at the same steps on every rank, so that neither random streams nor collectives depend on how fast
+a rank is.
 
 An order is not saved. Saved are the random states at its beginning, how many rows were handed out, and a checksum of
 their indices. To go on, the sampler draws again from those states; indices are skipped, no row is read. Samplers with
@@ -36,6 +37,7 @@ from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.randomness import state_of
 from torchstrat.data import spec
+from torchstrat.data.common_draws import CommonDraws
 from torchstrat.data.own_draws import Seeds
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -411,8 +413,16 @@ class IndexOrder:
         """Whether all ranks' random streams stood at the same place, and the order moves all of them alike."""
         self.draws: Draws | None = None
         """On the ranks that draw, rank 0 among them."""
-        if self._replay or communicator.rank == 0:
+        self._common = CommonDraws()
+
+        def open_draws() -> list[Index]:
             self.draws = Draws(sampler, streams_of(loader), loader.batch_sampler is not None, resume)
+            return []
+
+        if self._replay:
+            open_draws()
+        else:
+            self._from_rank_zero(open_draws)
         # Where draws are repeated, every rank knows the stream that they were made from.
         self._seeded = resume is not None and resume.beginning["drawn"] >= 0
         self._pending: deque[Index] = deque()
@@ -447,7 +457,7 @@ class IndexOrder:
     def _draw(self, count: int) -> None:
         """``count``: how many are needed."""
         if not self._replay:
-            batches = self._receive(count)
+            batches = self._from_rank_zero(lambda: self._own_draws(count))
         elif self._first and not self._seeded:
             batches = self._replay_first(count)
         else:
@@ -461,21 +471,25 @@ class IndexOrder:
         """The next ones of this rank's sampler; fewer at its end."""
         return list(itertools.islice(self.draws or (), count))
 
-    def _receive(self, count: int) -> list[Index]:
-        message: tuple[list[Index], BaseException | None] = ([], None)
-        if self.draws is not None:
+    def _from_rank_zero(self, draw: Callable[[], list[Index]]) -> list[Index]:
+        """What ``draw`` gives there."""
+        sent: tuple[Any, ...] = ()
+        failure: BaseException | None = None
+        if self._communicator.rank == 0:
             try:
-                message = (self._own_draws(count), None)
+                with self._common.noted() as moves:
+                    batches = draw()
+                sent = (batches, None, moves)
             except Exception as error:  # the others wait for a message: they get one, then it is raised everywhere
-                message = ([], error)
-        failure = message[1]
-        what = "the indices of the next batches"
-        sent = (message[0], None if failure is None else f"{type(failure).__name__}: {failure}")
-        batches, text = self._communicator.broadcast_object(sent, 0, what)
+                failure = error
+                sent = ([], f"{type(error).__name__}: {error}", [])
+        batches, text, moves = self._communicator.broadcast_object(sent, 0, "the indices of the next batches")
         if failure is not None:
             raise failure
         if text is not None:
             raise CommunicationError(f"the sampler of rank 0, which draws for all ranks, raised {text}")
+        if self._communicator.rank:
+            self._common.follow(moves)
         return list(batches)
 
     def _replay_first(self, count: int) -> list[Index]:

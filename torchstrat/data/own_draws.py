@@ -117,12 +117,27 @@ class NumpyStream:
         return address if there == [*state["key"].tolist(), state["pos"]] else 0
 
 
+class ProcessStreams:
+    """PyTorch's, Python's and NumPy's. What it remembers of them is for one thread."""
+
+    def __init__(self) -> None:
+        self._python, self.numpy = PythonStream(), NumpyStream()
+
+    def stand(self) -> tuple[torch.Tensor, Any, Any]:
+        return state_of(), self._python.state(), self.numpy.state()
+
+    def put(self, stand: tuple[torch.Tensor, Any, Any]) -> None:
+        torch.default_generator.set_state(stand[0])
+        self._python.put(stand[1])
+        self.numpy.put(stand[2])
+
+
 logger = logging.getLogger("torchstrat.data")
 T = TypeVar("T")
 Seeds = tuple[int, int]
 """For the process's streams, and for generators that belong to the data set."""
-_Stand = tuple[torch.Tensor, Any, Any, dict[str, Any]]
-"""Where PyTorch's, Python's and NumPy's streams and those of the data set are."""
+_Stand = tuple[tuple[torch.Tensor, Any, Any], dict[str, Any]]
+"""Where the process's streams and those of the data set are."""
 
 COMMON = -1
 """The stream of what every process reads alike."""
@@ -140,8 +155,7 @@ class OwnDraws:
         self._seeds, self._owned, self._streams = seeds, owned, RandomStreams((), owned)
         self._outside: _Stand | None = None
         self._inside: _Stand | None = None
-        # What they remember of these streams is for one thread.
-        self._python, self._numpy = PythonStream(), NumpyStream()
+        self._process = ProcessStreams()
 
     def enter(self, number: int, stream: int) -> None:
         """Before batch ``number`` of the pass is read for ``stream``."""
@@ -150,7 +164,7 @@ class OwnDraws:
         words = stream_seeds(self._seeds[0], number, stream)
         torch.default_generator.manual_seed(words[0])
         random.seed(words[1])
-        self._numpy.seed(words[2])
+        self._process.numpy.seed(words[2])
         for position, generator in enumerate(self._owned):
             _seed(generator, stream_seeds(self._seeds[1], number, stream, position)[0])
 
@@ -174,14 +188,11 @@ class OwnDraws:
             self._put(outside)
 
     def _stand(self) -> _Stand:
-        owned = self._streams.own_states()
-        return state_of(), self._python.state(), self._numpy.state(), owned
+        return self._process.stand(), self._streams.own_states()
 
     def _put(self, stand: _Stand) -> None:
-        torch.default_generator.set_state(stand[0])
-        self._python.put(stand[1])
-        self._numpy.put(stand[2])
-        self._streams.put(stand[3])
+        self._process.put(stand[0])
+        self._streams.put(stand[1])
 
 
 class Leaving(Iterator[T]):
@@ -257,7 +268,7 @@ def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[Any]) -> Se
     shared = (next_of(generator), next_of(None), random.getstate(), np.random.get_state(legacy=False))
     streams = RandomStreams((), owned)
     states = streams.own_states()
-    seeds = _number(*shared), _number(*map(_next_of, owned))
+    seeds = number_of(*shared), number_of(*map(_next_of, owned))
     streams.put(states)
     return seeds
 
@@ -368,10 +379,11 @@ def _next_of(generator: Any) -> int:
 
 
 def process_stands() -> int:
-    return _number(state_of(), random.getstate(), np.random.get_state(legacy=False))
+    return number_of(state_of(), random.getstate(), np.random.get_state(legacy=False))
 
 
-def _number(*parts: Any) -> int:
+def number_of(*parts: Any) -> int:
+    """Equal for equal ones, in every process."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(str(_plain(part)).encode())
