@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 import torchstrat as ts
-from tests.support.datasets import ORDERS, Numbers, seed
+from tests.support.datasets import ORDERS, Lazily, Numbers, seed
 from tests.support.input_ranks import joined
 from torchstrat.testing import Workers
 
@@ -185,6 +185,52 @@ def test_a_rank_that_is_seeded_by_itself_draws_its_own_beside_the_order(two_proc
     first, second = two_processes.run(draw_beside_all, names, 2, True)
     assert first == {name: draw_beside(None, name, 5) for name in names}
     assert second == dict.fromkeys(names, draw_beside(None, "sequential", 6)), "no order has moved its streams"
+
+
+_of_the_script = np.random.default_rng()
+
+
+class ByScript(Sampler[int]):
+    """By a generator that the collate function draws from, too, and by one of its own."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        for row in _of_the_script.permutation(ROWS).tolist():
+            yield (row + self.own.randrange(ROWS)) % ROWS
+
+
+def mixed(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Each beside another one of its batch."""
+    whole = torch.stack(rows)
+    orders = torch.randperm(len(rows)), torch.from_numpy(_of_the_script.permutation(len(rows)))
+    return torch.stack([whole, *(whole[order] for order in orders)], dim=1)
+
+
+def mix(strategy: ts.Strategy | None, loading: int, lazily: bool) -> list[list[list[int]]]:
+    seed(5)
+    _of_the_script.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    sampler = Lazily(ROWS) if lazily else ByScript()
+    loader: Any = DataLoader(Numbers(ROWS), 4, sampler=sampler, num_workers=loading, collate_fn=mixed)
+    given = loader if strategy is None else strategy.distribute_dataset(loader)
+    steps = (rows for left_after in (2, None) for rows in itertools.islice(iter(given), left_after))
+    return [(rows if strategy is None else strategy.gather(rows, axis=0)).tolist() for rows in steps]
+
+
+def mix_all(processes: int) -> list[list[list[list[int]]]]:
+    here = [f"cpu:{index}" for index in range(4 // processes)] if processes < 2 else None
+    strategy = ts.MirroredStrategy(here, timeout=timedelta(seconds=240))
+    try:
+        return [mix(strategy, loading, lazily) for loading in LOADING for lazily in (True, False)]
+    finally:
+        strategy.close()
+
+
+def test_rows_are_mixed_as_in_pytorch_whoever_draws_the_order(two_processes: Workers) -> None:
+    plain = [mix(None, loading, lazily) for loading in LOADING for lazily in (True, False)]
+    assert mix_all(1) == plain
+    assert two_processes.run(mix_all, 2) == [plain] * 2
 
 
 # -- samplers that follow the training ---------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from torchstrat.core.errors import CommunicationError, InvalidArgumentError, Uns
 from torchstrat.core.randomness import state_of
 from torchstrat.data import spec
 from torchstrat.data.common_draws import CommonDraws
-from torchstrat.data.own_draws import Seeds
+from torchstrat.data.own_draws import Seeds, generators_of_data
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
 
@@ -326,25 +326,33 @@ def streams_of(loader: DataLoader[Any]) -> RandomStreams:
 
 def sampler_name(loader: DataLoader[Any]) -> str:
     """Which order it has, in words."""
-    names: list[str] = []
+    return " of ".join(type(sampler).__name__ for sampler in _grouped_samplers(loader))
+
+
+def _grouped_samplers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What it draws from, the sampler that this groups, and so on."""
     sampler = index_sampler(loader)
-    while sampler is not None and len(names) < 8:
-        names.append(type(sampler).__name__)
+    for _ in range(8):
+        if sampler is None:
+            return
+        yield sampler
         sampler = getattr(sampler, "sampler", None)
-    return " of ".join(names)
+
+
+def _generators_of(loader: DataLoader[Any]) -> list[Any]:
+    """Generators beside the process's that drawing indices can reach."""
+    found = [one for sampler in _grouped_samplers(loader) for one in generators_of_data(sampler, None)]
+    return list({id(one): one for one in found}.values())
 
 
 def refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
     """A loader that is sharded by its sampler would be sharded twice."""
-    sampler = index_sampler(loader)
-    while sampler is not None:
-        if isinstance(sampler, DistributedSampler):
-            raise UnsupportedError(
-                "the DataLoader has a DistributedSampler, and distribute_dataset shards by itself: each replica would "
-                "see a part of a part. Give the loader of the whole dataset (shuffle=True instead of the sampler, "
-                "batch_size=<global batch>), or keep it with InputOptions(auto_shard_policy=AutoShardPolicy.OFF)."
-            )
-        sampler = getattr(sampler, "sampler", None)
+    if any(isinstance(sampler, DistributedSampler) for sampler in _grouped_samplers(loader)):
+        raise UnsupportedError(
+            "the DataLoader has a DistributedSampler, and distribute_dataset shards by itself: each replica would "
+            "see a part of a part. Give the loader of the whole dataset (shuffle=True instead of the sampler, "
+            "batch_size=<global batch>), or keep it with InputOptions(auto_shard_policy=AutoShardPolicy.OFF)."
+        )
 
 
 def refuse_indices_of_the_whole(loader: DataLoader[Any]) -> bool:
@@ -409,11 +417,11 @@ class IndexOrder:
         self._ahead = max(ahead for _, _, ahead, *_ in said)
         self.seeds = said[0][3]
         """Rank 0's."""
-        self.alike = self._replay and all(other == self.seeds for _, _, _, other, _ in said)
-        """Whether all ranks' random streams stood at the same place, and the order moves all of them alike."""
+        self.alike = all(other == self.seeds for _, _, _, other, _ in said)
+        """Whether all ranks' random streams stood at the same place. The order moves all of them alike."""
         self.draws: Draws | None = None
         """On the ranks that draw, rank 0 among them."""
-        self._common = CommonDraws()
+        self._common = CommonDraws([] if self._replay else _generators_of(loader))
 
         def open_draws() -> list[Index]:
             self.draws = Draws(sampler, streams_of(loader), loader.batch_sampler is not None, resume)
