@@ -134,7 +134,7 @@ class _Entered:
     def __enter__(self) -> None:
         _frames.stack.append(self._frame)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _frames.stack.pop()
 
 
@@ -304,7 +304,7 @@ class ReplicaContext:
         _frames.stack.append(_Frame(self._strategy, self))
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _frames.stack.pop()
 
     def __repr__(self) -> str:

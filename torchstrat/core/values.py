@@ -112,7 +112,7 @@ class PerReplica(DistributedValues[T_co]):
 
     __slots__ = ()
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
+    def __array__(self, *_: object, **__: Any) -> Any:
         raise InvalidArgumentError(
             "a PerReplica value cannot be converted to one array: it has one value per replica. "
             "Use strategy.reduce, strategy.gather or strategy.local_results first."
@@ -147,7 +147,7 @@ def _several(value: PerReplica[Any]) -> str:
 
 
 def _refuse(name: str, shown: str) -> None:
-    def refused(self: PerReplica[Any], *_: Any) -> NoReturn:
+    def refused(self: PerReplica[Any], *_: object) -> NoReturn:
         raise WrongTypeError(f"{shown} was given {_several(self)}")
 
     refused.__name__ = name

@@ -88,7 +88,7 @@ class WeakOrdered:
             return False
         references, numbers = self._references, self._numbers
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             references.pop(key, None)
             numbers.pop(key, None)
 

@@ -224,7 +224,7 @@ class Job:
         if on_joined is not None:
             on_joined(peer)
 
-    def _worker_leaves(self, sender: Peer, _: Any) -> int:
+    def _worker_leaves(self, sender: Peer, _: object) -> int:
         """How many functions of it are awaited still."""
         return self.on_worker_leaves(sender)
 

@@ -75,7 +75,7 @@ class RemoteValue(Generic[T_co]):
             f"{self._describe()} is awaited on the coordinator and cannot be pickled; fetch it, and pass what it gives."
         )
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise WrongTypeError(
             f"{self._describe()} was used as a number, and is only the place where that will be; write value.fetch() "
             "for it (or coordinator.fetch for many)."

@@ -61,7 +61,7 @@ class Scope:
         self._strategy._enter_scope()
         return self._strategy
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._strategy._leave_scope(failed=kind is not None)
         counts = self._strategy._engine.registry.counts
         logger.debug(
@@ -404,7 +404,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def __enter__(self) -> NoReturn:
         raise ContextError("a strategy is not a context manager; write `with strategy.scope():`.")
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def __copy__(self) -> NoReturn:
         raise ContextError(
@@ -412,7 +412,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             "copy.deepcopy makes a second one, without variables."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise WrongTypeError(
             f"{type(self).__name__} cannot be pickled: its replicas, threads and connections belong to this process. "
             "Make a strategy in each process, and save what was trained with ts.Checkpoint."

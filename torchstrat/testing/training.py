@@ -66,7 +66,7 @@ def classification(
     ]
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """The default of `Training.before` and `Training.after`."""
 
 

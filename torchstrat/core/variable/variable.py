@@ -123,7 +123,7 @@ class Variable(TensorLike):
         if sharded is not None:
             return sharded  # type: ignore[no-any-return]  # parameter servers with a partitioner; documented there
 
-        def create(_: Any, given: Any) -> Variable:
+        def create(_: object, given: Any) -> Variable:
             first = given.values[0] if isinstance(given, PerReplica) else given
             made = object.__new__(cls)
             made._set_up(strategy, first.value, name, aggregation, synchronization, shape, dtype)
@@ -205,7 +205,7 @@ class Variable(TensorLike):
     def __copy__(self) -> Variable:
         return self.__deepcopy__({})
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickled and saved as a plain tensor: strategies do not travel."""
         return self._cell().copy().__reduce_ex__(protocol)
 

@@ -318,7 +318,7 @@ class Catalog:
     def _add(self, value: Any, token: Token, recipe: Recipe | None = None) -> _Entry:
         key, by_id, lifetimes = id(value), self._by_id, self._lifetimes
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             by_id.pop(key, None)
             lifetimes.died(token)
 

@@ -49,7 +49,7 @@ def _do_nothing_callable() -> Callable[..., None]:
     return _do_nothing
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: object, **__: Any) -> None:
     return None
 
 
@@ -282,24 +282,24 @@ class NotHere:
 
     _why: FunctionError
 
-    def __new__(cls, *_: Any, **__: Any) -> NotHere:
+    def __new__(cls, *_: object, **__: Any) -> NotHere:
         return super().__new__(cls)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: Any) -> None:
         pass
 
     # -- what unpickling does to an object, whatever class it has
 
-    def __setstate__(self, _: Any) -> None:
+    def __setstate__(self, _: object) -> None:
         pass
 
-    def append(self, _: Any) -> None:
+    def append(self, _: object) -> None:
         pass
 
-    def extend(self, _: Any) -> None:
+    def extend(self, _: object) -> None:
         pass
 
-    def __setitem__(self, _: Any, __: Any) -> None:
+    def __setitem__(self, _: object, __: Any) -> None:
         pass
 
     # -- what programs do to it
@@ -307,7 +307,7 @@ class NotHere:
     def __getattr__(self, name: str) -> NoReturn:
         raise FunctionError(str(self._why)) from self._why
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, *_: object, **__: Any) -> NoReturn:
         raise FunctionError(str(self._why)) from self._why
 
     __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __eq__ = __lt__ = __int__ = __float__ = (

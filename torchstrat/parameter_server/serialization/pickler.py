@@ -55,7 +55,7 @@ class StepsOnCoordinator:
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: Any) -> NoReturn:
         raise ContextError(
             f"{self._scheduler}.step() was called in a scheduled function. Every worker would step a copy of its own; "
             "call scheduler.step() on the coordinator, between schedule calls: the rate that is in force when a "

@@ -328,7 +328,7 @@ class CachedTensor:
             memo[id(self)] = _torch_private.alias_of(value, _own_class(self), _of(self).requires_grad)
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Files and other processes have the values, in an ordinary tensor."""
         plain = _torch_private.alias_of(self._read(), _own_class(self), _of(self).requires_grad)
         vars(plain).update(vars(self))
@@ -417,11 +417,11 @@ def _by_norm(input: Any, running_mean: Any, running_var: Any, *rest: Any, **kwar
     return (running_mean, running_var) if is_training else None
 
 
-def _by_instance_norm(input: Any, running_mean: Any = None, running_var: Any = None, *_: Any, **__: Any) -> Any:  # noqa: A002
+def _by_instance_norm(input: Any, running_mean: Any = None, running_var: Any = None, *_: object, **__: Any) -> Any:  # noqa: A002
     return running_mean, running_var
 
 
-def _by_lookup(input: Any, weight: Any, _: Any = None, max_norm: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _by_lookup(input: Any, weight: Any, _: object = None, max_norm: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
     return None if max_norm is None else weight
 
 

@@ -264,7 +264,7 @@ class CapturedVariables:
         token, key = token_of_spec(spec), id(tensor)
         numbers, died = self._numbers, self._died
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             numbers.pop(key, None)
             died(token)
 
@@ -277,7 +277,7 @@ class CapturedVariables:
         token, key = token_of_spec(spec), (id(slot.module), slot.name)
         slots, died, cache, number = self._slots, self._died, self._cache, spec.number
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             slots.pop(key, None)
             kept = cache.tensor(number)
             if kept is None:

@@ -216,7 +216,7 @@ class _RunningHere:
     def __enter__(self) -> None:
         _running.run = self._run
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _running.run = None
 
 

@@ -178,7 +178,7 @@ def _unscale_(gradients: Iterable[Any], found_inf: torch.Tensor, inverse: torch.
     )
 
 
-def _reduced(gradient: RowGradient, protocol: Any) -> Any:
+def _reduced(gradient: RowGradient, protocol: object) -> Any:
     """What is sent elsewhere is what one device would have."""
     other = gradient.detach() if _looks_sparse(gradient) else gradient.to_dense()
     return other.requires_grad_(gradient.requires_grad).__reduce_ex__(protocol)

@@ -81,7 +81,7 @@ class MadeParameters:
     def __enter__(self) -> None:
         _made_here.noted = []
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _made_here.noted = None
 
     def check(self) -> None:
@@ -221,7 +221,7 @@ class RemoteSteps:
         _here.before, _here.left = self._uncompiled, self._left
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _here.before = _here.left = None
         self._last_hooks.clear()
 

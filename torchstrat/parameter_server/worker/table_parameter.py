@@ -410,7 +410,7 @@ def _with_tables(value: Any, used: Mapping[int, TableParameter]) -> Any:
     return type(value)(_with_tables(one, used) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _gradients_by_rows(result: Any, _: Any, inputs: Any, *__: Any, **___: Any) -> Any:
+def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: Any, **___: Any) -> Any:
     for one, gradient in zip([inputs] if isinstance(inputs, torch.Tensor) else inputs, result, strict=True):
         if isinstance(one, TableParameter):
             as_rows(gradient, one)

@@ -64,19 +64,19 @@ class CutTensor(DTensor):
             return cut_tensor(local_of(args[0]).detach(), args[0]._cut, args[0]._devices)
         raise refused(str(func))
 
-    def to_local(self, **_: Any) -> torch.Tensor:
+    def to_local(self, **_: object) -> torch.Tensor:
         raise UnsupportedError(
             "to_local() of a tensor that is cut over logical devices: in a step a plain tensor counts as whole on all "
             "of them, and a piece is not. Use replicate_to_logical_devices for the whole tensor."
         )
 
-    def redistribute(self, *_: Any, **__: Any) -> Any:
+    def redistribute(self, *_: object, **__: Any) -> Any:
         raise UnsupportedError(
             "redistribute() of a tensor that is cut over logical devices: use split_to_logical_devices or "
             "replicate_to_logical_devices of the strategy."
         )
 
-    def full_tensor(self, **_: Any) -> torch.Tensor:
+    def full_tensor(self, **_: object) -> torch.Tensor:
         """All of it, as a plain tensor on every logical device; differentiable. All of them call it."""
         return whole(self)
 
@@ -92,12 +92,12 @@ class CutTensor(DTensor):
     def const_data_ptr(self) -> int:
         raise refused("Tensor.const_data_ptr")
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         with WithoutSubclasses():
             shape, dtype = tuple(self.shape), self.dtype
         return f"CutTensor(shape={shape}, dtype={dtype}, piece={tuple(local_of(self).shape)}, cut={self._cut})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise UnsupportedError(
             "a tensor that is cut over logical devices cannot be copied or pickled; pass what "
             "replicate_to_logical_devices returns."

@@ -93,7 +93,7 @@ class _PutTogether(_Hooks):
 
 class _OfModule(_Hooks):
     def take_apart(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ContextError(

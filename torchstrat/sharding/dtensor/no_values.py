@@ -203,12 +203,12 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return made
 
 
-def _set(self: torch.Tensor, *_: Any) -> Any:
+def _set(self: torch.Tensor, *_: object) -> Any:
     """Which PyTorch does not report."""
     raise _refused("set_", vars(self)[NOTE].what)
 
 
-def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+def _reduce_ex(self: torch.Tensor, protocol: object) -> Any:
     raise ContextError(
         f"{vars(self)[NOTE].what} that is cut over logical devices cannot be pickled, nor can a model that has one: "
         "its values are in pieces. Save model.state_dict(), which every logical device calls, or use Checkpoint.save."

@@ -436,7 +436,7 @@ def optimizers_watched() -> Iterator[None]:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         _steps.calls.append(closure is None and not steps_own_tensors(optimizer))
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
             _steps.calls.pop()
 

@@ -19,7 +19,7 @@ from torchstrat.sharding.dtensor.operators.rules import Call, dims_of, one_dim, 
 
 @rule("softmax", "log_softmax")
 def softmax(
-    call: Call, input: torch.Tensor, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **_: Any
+    call: Call, input: torch.Tensor, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **_: object
 ) -> torch.Tensor:
     if dim is None:
         raise call.refused("needs its dim")
