@@ -54,7 +54,7 @@ class Checkpoint:
     them and the coordinator. With several processes (torchrun) each one calls `save` and `restore`, in the same order.
     """
 
-    def __init__(self, *unnamed: Any, **objects: Any) -> None:
+    def __init__(self, *unnamed: object, **objects: object) -> None:
         if unnamed:
             raise WrongTypeError(
                 f"Checkpoint got {type(unnamed[0]).__name__} without a name, and saves objects by name; write "

@@ -194,7 +194,7 @@ def _optimizer_of(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
     return {"state": {**dict(sorted(state.items())), **others}, "param_groups": in_order, **rest}
 
 
-def _slots(tree: Any) -> Iterator[_Slot]:
+def _slots(tree: object) -> Iterator[_Slot]:
     if isinstance(tree, _Slot):
         yield tree
     elif isinstance(tree, Mapping):
@@ -221,7 +221,7 @@ _BASES: Mapping[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__
 """What numpy's numbers and the members of some enumerations are besides, and how they become nothing else."""
 
 
-def _plain_only(tree: Any, path: KeyPath) -> Any:
+def _plain_only(tree: object, path: KeyPath) -> Any:
     """Without what ``weights_only=True`` would refuse: it would refuse the whole file. Tensors are slots then."""
     if isinstance(tree, Mapping):
         return _plain_mapping(tree, path)
@@ -275,7 +275,7 @@ def _with_slots(tree: Any, path: KeyPath) -> Any:
 _LEFT_OUT: Any = object()
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if type(value) in (type(None), bool, int, float, str):
         return True
     packed = io.BytesIO()
@@ -290,7 +290,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _write_pt(file: Path, stored: Stored, tree: Any, versions: Mapping[str, Versions]) -> None:
+def _write_pt(file: Path, stored: Stored, tree: object, versions: Mapping[str, Versions]) -> None:
     """First the file with holes where the numbers go, then these, through a mapping of it. The tensors that stand for
     them have addresses and no memory: nobody writes to theirs."""
 
@@ -308,12 +308,12 @@ def _write_pt(file: Path, stored: Stored, tree: Any, versions: Mapping[str, Vers
     _fill(stored, tree, mapped)
 
 
-def _has_tensors(tree: Any) -> bool:
+def _has_tensors(tree: object) -> bool:
     """Whether there are others than slots, wherever they are."""
     found: list[torch.Tensor] = []
 
     class Finder(pickle.Pickler):
-        def persistent_id(self, value: Any) -> str | None:
+        def persistent_id(self, value: object) -> str | None:
             if isinstance(value, _Slot):
                 return "slot"
             if isinstance(value, torch.Tensor):
@@ -389,7 +389,7 @@ def _blocks(stored: Stored, slot: _Slot) -> Iterator[torch.Tensor]:
     yield _read(stored, slot)
 
 
-def _is_tensors(tree: Any) -> bool:
+def _is_tensors(tree: object) -> bool:
     """Whether it has tensors only, or is an optimizer."""
     if isinstance(tree, _Slot):
         return True

@@ -105,7 +105,7 @@ class EntryFile:
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._entries)
 
-    def add_value(self, path: KeyPath, value: Any) -> None:
+    def add_value(self, path: KeyPath, value: object) -> None:
         """Write anything else, pickled."""
         packed = io.BytesIO()
         torch.save(value, packed)

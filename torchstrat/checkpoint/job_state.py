@@ -182,7 +182,7 @@ def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
     return None
 
 
-def _belongs_to(value: Any, strategy: StrategyLike) -> bool:
+def _belongs_to(value: object, strategy: StrategyLike) -> bool:
     if isinstance(value, Variable):
         return value._strategy is strategy
     registry = strategy._engine.registry

@@ -410,7 +410,7 @@ class CheckpointManager:
         with all_processes("CheckpointManager.close(finished=True)", {}) as processes:
             processes.of_first(mark, f"marking the end of training in {self.directory}")
 
-    def _meant(self, checkpoint: Any, call: str) -> Checkpoint:
+    def _meant(self, checkpoint: object, call: str) -> Checkpoint:
         meant = self._checkpoint if checkpoint is None else checkpoint
         if meant is None:
             raise WrongTypeError(
@@ -444,7 +444,7 @@ class CheckpointManager:
         return f"<CheckpointManager of {self.directory}>"
 
 
-def _require_count(name: str, value: Any) -> None:
+def _require_count(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -453,13 +453,13 @@ def _require_count(name: str, value: Any) -> None:
         raise InvalidArgumentError(f"{name} must be at least 1, or None; got {value}.")
 
 
-def _is_checkpoint(value: Any) -> bool:
+def _is_checkpoint(value: object) -> bool:
     from torchstrat.checkpoint.checkpoint import Checkpoint
 
     return isinstance(value, Checkpoint)
 
 
-def _require_step(step: Any) -> int:
+def _require_step(step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int):
         raise WrongTypeError(
             f"step must be an int, the number of steps made so far; got {step!r}. Write save(step) "

@@ -54,7 +54,7 @@ class Piece:
         return Piece((*self.path, name), self.shape if shape is None else shape, self.start)
 
 
-def is_block(value: Any) -> TypeGuard[torch.Tensor]:
+def is_block(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is written as rows of numbers. What is more than its numbers (quantized, sparse, nested) is
     pickled, like any other value."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -62,7 +62,7 @@ def is_block(value: Any) -> TypeGuard[torch.Tensor]:
     return not value.is_quantized and not value.is_nested
 
 
-def goes_by_rows(value: Any, rows: int, shape: tuple[int, ...]) -> bool:
+def goes_by_rows(value: object, rows: int, shape: tuple[int, ...]) -> bool:
     """Whether an entry of an optimizer's state has one row for each of the ``rows`` of a tensor of ``shape``: it is cut
     with the tensor then. Anything else is of the tensor as a whole."""
     return is_block(value) and shape_goes_by_rows(tuple(value.shape), rows, shape)
@@ -81,7 +81,7 @@ def flatten(path: KeyPath, value: Any) -> dict[KeyPath, Any]:
     return {leaf: found for key, inner in value.items() for leaf, found in flatten((*path, key), inner).items()}
 
 
-def _is_opened(value: Any) -> bool:
+def _is_opened(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
 
 
@@ -116,7 +116,7 @@ def _empty_like(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return empty  # type: ignore[no-any-return]
 
 
-def restructured(structure: Structure | None, value: Any) -> Any:
+def restructured(structure: Structure | None, value: object) -> Any:
     """``value``, which `unflatten` has made, with the classes and the order of what was flattened."""
     if structure is None or not isinstance(value, Mapping):
         return value

@@ -135,7 +135,7 @@ def _load_mapped(file: Path, *, weights_only: bool) -> Any:
     return torch.load(file, map_location="cpu", mmap=is_mappable, weights_only=weights_only)
 
 
-def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, inner in value.items():
             yield from _leaves((*path, key), inner)
@@ -190,7 +190,7 @@ class _Layout:
         if versions is not None:
             yield versions_path(name), _Entry(versions)
 
-    def _of_object(self, item: Item, value: Any) -> Iterator[tuple[KeyPath, _Entry]]:
+    def _of_object(self, item: Item, value: object) -> Iterator[tuple[KeyPath, _Entry]]:
         name = item.name
         if isinstance(item, OptimizerItem):
             yield from self._of_optimizer(item, value)
@@ -207,7 +207,7 @@ class _Layout:
             for path, one in flatten((name,), value).items():
                 yield path, _Entry(one)
 
-    def _of_optimizer(self, item: OptimizerItem, packed: Any) -> Iterator[tuple[KeyPath, _Entry]]:
+    def _of_optimizer(self, item: OptimizerItem, packed: object) -> Iterator[tuple[KeyPath, _Entry]]:
         """``optimizer.state_dict()``, whose parameters have numbers, in the order of the groups."""
         name = item.name
         if not isinstance(packed, Mapping) or not isinstance(packed.get("param_groups"), Sequence):

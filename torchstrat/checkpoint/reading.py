@@ -390,6 +390,6 @@ class _Held:
         self._values = []
 
 
-def _fits(value: Any, tensor: torch.Tensor) -> bool:
+def _fits(value: object, tensor: torch.Tensor) -> bool:
     is_like = isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
     return is_like and tensor.is_contiguous() and tensor.device.type == "cpu"

@@ -84,7 +84,7 @@ class Restoring(Protocol):
 class Servers(Protocol):
     """The servers that objects of a checkpoint may live on."""
 
-    def spec_of(self, value: Any) -> RemoteVariable | None:
+    def spec_of(self, value: object) -> RemoteVariable | None:
         """Of a tensor or a `Variable`; None for one that lives in this process. Asks no server."""
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:

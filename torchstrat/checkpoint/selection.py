@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchstrat.checkpoint.pieces import OWN
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
@@ -36,7 +36,7 @@ class Selection(NamedTuple):
     strict: bool = True
 
     @classmethod
-    def of(cls, only: Any, strict: Any, objects: Collection[str]) -> Selection:
+    def of(cls, only: object, strict: object, objects: Collection[str]) -> Selection:
         """Checked, as far as the names of the ``objects`` tell. Raises `WrongTypeError` and `InvalidArgumentError`."""
         if not isinstance(strict, bool):
             raise WrongTypeError(f"strict must be True or False; got {strict!r:.80}.")

@@ -210,7 +210,7 @@ class _Receiver(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
 
     def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: object, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None: ...
 
     def create_local_plan(self) -> LoadPlan:

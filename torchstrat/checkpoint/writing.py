@@ -357,7 +357,7 @@ def _copied(writes: Writes) -> Writes:
     return Writes(tensors, [(path, _copy(value)) for path, value in writes.values], writes.replicated)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     """As it would come back from the file."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ class BufferRules:
         """Whether any has been set."""
         return bool(self._set)
 
-    def set(self, module: nn.Module, name: str, aggregation: Any) -> None:
+    def set(self, module: nn.Module, name: str, aggregation: object) -> None:
         if not isinstance(module, nn.Module):
             raise WrongTypeError(f"set_aggregation needs a torch.nn.Module; got {type(module).__name__}.")
         if name not in module._buffers:
@@ -105,7 +105,7 @@ class BufferRules:
         )
 
 
-def parse_aggregation(value: Any) -> VariableAggregation:
+def parse_aggregation(value: object) -> VariableAggregation:
     if isinstance(value, VariableAggregation):
         return value
     try:

@@ -48,7 +48,7 @@ class MembersWatch:
         for hooks in registration_hooks:
             hooks.pop(self._key, None)
 
-    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+    def _on_member(self, module: nn.Module, name: str, member: object) -> None:
         if self._watcher.is_current():
             self._watcher.on_member(module, name, member)
 
@@ -87,7 +87,7 @@ class _Wraps:
         if original is None:
             return
 
-        def wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(instance: object, *args: object, **kwargs: object) -> Any:
             result = original(instance, *args, **kwargs)
             for watcher in tuple(self._watchers):
                 if watcher.is_current():
@@ -102,7 +102,7 @@ class _Wraps:
 _wraps = _Wraps()
 
 
-def _unwrap(owner: type, name: str, wrapped: Any, original: Any) -> None:
+def _unwrap(owner: type, name: str, wrapped: object, original: object) -> None:
     # Someone may have wrapped the method again in the meantime; theirs then keeps calling ours, which does no harm.
     if vars(owner).get(name) is wrapped:
         setattr(owner, name, original)

@@ -97,7 +97,7 @@ def _whole_number(global_batch_size: Any) -> int:
     return examples
 
 
-def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
+def scale_regularization_loss(regularization_loss: object) -> torch.Tensor:
     """A loss that every replica computes in full, divided by the number of replicas, so that their sum counts it once.
 
     Needs ``gradient_reduce_op="sum"`` with several replicas (`ValueError` otherwise).

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """The tensors in positional or keyword arguments, as deep as operators take them: in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value

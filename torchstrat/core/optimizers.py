@@ -286,7 +286,7 @@ def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) ->
     setattr(kind.step, _TAKEN_OVER, _HERE)
 
 
-def be_idle(stand_in: Optimizer, result: Any = None) -> Optimizer:
+def be_idle(stand_in: Optimizer, result: object = None) -> Optimizer:
     """``result``: what its step returns."""
     vars(stand_in)[_IS_IDLE] = result
     return stand_in
@@ -294,7 +294,7 @@ def be_idle(stand_in: Optimizer, result: Any = None) -> Optimizer:
 
 def _idling(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def idling(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def idling(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
         found = vars(optimizer)
         return found[_IS_IDLE] if _IS_IDLE in found else step(optimizer, *args, **kwargs)
 
@@ -451,7 +451,7 @@ class _Blocks:
         row: Sequence[torch.Tensor] = tensor.detach().view(-1).split(self._count)
         return row
 
-    def _parts(self, value: Any) -> Iterator[Any]:
+    def _parts(self, value: object) -> Iterator[Any]:
         if isinstance(value, torch.Tensor) and value.shape == self._parameter.shape:
             yield from self._row(value)
             return

@@ -35,7 +35,7 @@ def stands_for(tensor: torch.Tensor, value: WholeValue) -> None:
     """``tensor``, for as long as it lives. ``value`` must not keep it alive."""
     key = id(tensor)
 
-    def forget(reference: Any) -> None:
+    def forget(reference: object) -> None:
         if key in _known and _known[key][0] is reference:
             del _known[key]
 
@@ -62,7 +62,7 @@ def class_of_pieces(kind: type) -> type:
         return kind  # it hears of operators itself
 
     def passed_on(
-        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
     ) -> Any:
         return call_operator(func, args, kwargs)
 

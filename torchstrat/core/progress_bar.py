@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torchstrat.core import context
 from torchstrat.core.waiting import is_terminal
@@ -56,13 +56,13 @@ class Progress(Generic[ElementT]):
                 bar.update()
 
 
-def _is_chief(elements: Any) -> bool:
+def _is_chief(elements: object) -> bool:
     own = getattr(elements, "_strategy", None)
     strategies = [own] if own is not None else list(context.strategies)
     return all(strategy.is_chief for strategy in strategies)
 
 
-def _length(elements: Any) -> int | None:
+def _length(elements: object) -> int | None:
     """Where it is known; a dataset's cardinality is negative where it is not."""
     cardinality = getattr(elements, "cardinality", None)
     if isinstance(cardinality, int):

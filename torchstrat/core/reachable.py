@@ -146,14 +146,14 @@ class Start:
         self._objects, self._named = [], []
 
 
-def _reference_to(value: Any) -> weakref.ref[Any] | None:
+def _reference_to(value: object) -> weakref.ref[Any] | None:
     try:
         return weakref.ref(value)
     except TypeError:
         return None
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not _is_variable(value)
 
 
@@ -162,7 +162,7 @@ def _is_variable(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 
-def _is_library_function(value: Any) -> bool:
+def _is_library_function(value: object) -> bool:
     return isinstance(value, types.FunctionType) and _is_library(value.__module__)
 
 
@@ -172,7 +172,7 @@ def _is_library(module_name: str | None) -> bool:
     return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
-def _open(value: Any, reached: Reached) -> Iterator[Any]:
+def _open(value: object, reached: Reached) -> Iterator[Any]:
     """Record ``value`` if it is of a kind that is looked for, and yield what to look at next."""
     if isinstance(value, torch.Tensor):
         if _is_variable(value):
@@ -209,7 +209,7 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
         yield from _from_callable(value) if callable(value) else _attributes(value)
 
 
-def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
+def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[Any]:
     if (
         isinstance(value, nn.Module)
         or not _is_library(type(value).__module__)
@@ -224,7 +224,7 @@ def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
                 yield getattr(value, name)
 
 
-def _from_callable(fn: Any) -> list[Any]:
+def _from_callable(fn: object) -> list[Any]:
     if isinstance(fn, types.FunctionType):
         return _from_function(fn)
     if isinstance(fn, functools.partial):

@@ -74,7 +74,7 @@ class VariableSynchronization(enum.Enum):
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
-def parse_axis(axis: Any, op: ReduceOp) -> Axis:
+def parse_axis(axis: object, op: ReduceOp) -> Axis:
     """None, an int (bools count), or a tuple of ints, as `reduce` takes them.
 
     A NumPy integer is accepted for SUM only, as recorded from TensorFlow. Lists, floats, strings, tensors are errors.
@@ -117,12 +117,12 @@ def normalize_dims(axis: int | tuple[int, ...], rank: int, call: str) -> tuple[i
     return normal
 
 
-def is_python_number(value: Any) -> bool:
+def is_python_number(value: object) -> bool:
     """Bools too, as in Python. NumPy's scalars are arrays, although ``np.float64`` is a subclass of ``float``."""
     return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
 
 
-def as_tensor(value: Any, call: str) -> torch.Tensor:
+def as_tensor(value: object, call: str) -> torch.Tensor:
     """One component as a tensor. Python numbers and numeric arrays convert; anything else is an error."""
     if isinstance(value, torch.Tensor):
         return value
@@ -224,7 +224,7 @@ def reduce_components(op: ReduceOp, components: Sequence[Any], axis: Axis) -> to
     return total / sum(count for _, count in shares) if op is ReduceOp.MEAN else total
 
 
-def weighted_mean_of(value: Any, num_replicas: int) -> Any:
+def weighted_mean_of(value: object, num_replicas: int) -> Any:
     """`Strategy.reduce` by weights, with all components at hand. What is the same on all replicas is its own mean."""
     if isinstance(value, PerReplica):
         return weighted_mean(value.values, require_known(value.known_weights()))
@@ -351,7 +351,7 @@ def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any
     )
 
 
-def gather_plain(value: Any, axis: int) -> Any:
+def gather_plain(value: object, axis: int) -> Any:
     """`Strategy.gather` of a value that is not distributed: the value itself, once the axis has been checked."""
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise UnsupportedError(f"gather needs dense tensors; got layout {value.layout}. Call .to_dense() first.")

@@ -36,11 +36,11 @@ class RunOptions(_Fields):
         cls,
         experimental_enable_dynamic_batch_size: bool | None = None,
         experimental_bucketizing_dynamic_shape: bool | None = None,
-        experimental_xla_options: Any = None,
+        experimental_xla_options: object = None,
         *,
         enable_dynamic_batch_size: bool | None = None,
         bucketizing_dynamic_shape: bool | None = None,
-        xla_options: Any = None,
+        xla_options: object = None,
         global_view: bool = False,
     ) -> RunOptions:
         dynamic = _one_of(
@@ -72,13 +72,13 @@ class RunOptions(_Fields):
     xla_options = property(lambda self: self.experimental_xla_options)
 
 
-def _one_of(name: str, long: Any, short: Any) -> Any:
+def _one_of(name: str, long: object, short: object) -> Any:
     if long is not None and short is not None:
         raise WrongTypeError(f"RunOptions was given both {name} and experimental_{name}; they are one field.")
     return short if long is None else long
 
 
-def require_run_options(options: Any) -> None:
+def require_run_options(options: object) -> None:
     """`run(options=…)`: None or a `RunOptions`."""
     if options is not None and not isinstance(options, RunOptions):
         raise WrongTypeError(f"options must be a ts.RunOptions or None; got {type(options).__name__} {options!r:.80}.")

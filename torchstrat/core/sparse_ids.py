@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class SparseIds:
         return replace(self, rows=self.rows[where], ids=self.ids[where], positions=positions)
 
 
-def parse_sparse_ids(given: Any, call: str) -> SparseIds:
+def parse_sparse_ids(given: object, call: str) -> SparseIds:
     """Read ids in any of these forms:
 
     - ``(indices, ids, dense_shape)``: ``indices`` ``(n, d)``, one position per id; the last dimension counts the ids
@@ -70,7 +69,7 @@ def parse_sparse_ids(given: Any, call: str) -> SparseIds:
     )
 
 
-def _tensor(value: Any, dtype_if_empty: torch.dtype) -> torch.Tensor:
+def _tensor(value: object, dtype_if_empty: torch.dtype) -> torch.Tensor:
     """A tensor as it is, numbers as a tensor; no numbers have no dtype of their own."""
     if isinstance(value, torch.Tensor):
         return value
@@ -122,7 +121,7 @@ def _check_id_dtype(ids: torch.Tensor, call: str) -> None:
         raise WrongTypeError(f"{call} needs ids of int32 or int64; got {ids.dtype}. Convert them with .long().")
 
 
-def parse_weights(given: Any, entries: SparseIds, call: str) -> torch.Tensor:
+def parse_weights(given: object, entries: SparseIds, call: str) -> torch.Tensor:
     """The weight of each id, ``(n,)``: a dense tensor of n values, or the forms of ids that carry positions, with the
     same positions in the same order.
 

@@ -65,7 +65,7 @@ def shortening(function: Callable[..., Any]) -> Any:
     """``function``, public, with exceptions that are shortened on their way out."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except StopIteration:

@@ -112,7 +112,7 @@ class PerReplica(DistributedValues[T_co]):
 
     __slots__ = ()
 
-    def __array__(self, *_: object, **__: Any) -> Any:
+    def __array__(self, *_: object, **__: object) -> Any:
         raise InvalidArgumentError(
             "a PerReplica value cannot be converted to one array: it has one value per replica. "
             "Use strategy.reduce, strategy.gather or strategy.local_results first."
@@ -131,7 +131,7 @@ class PerReplica(DistributedValues[T_co]):
         raise WrongTypeError(f"the format {spec!r} was given {_several(self)}")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         raise InvalidArgumentError(
             f"{getattr(func, '__name__', func)} was given a PerReplica value, which has one value per replica. "
             "Call it inside strategy.run, or use strategy.reduce, strategy.gather or strategy.local_results first."
@@ -181,7 +181,7 @@ class Mirrored(DistributedValues[T_co]):
     def _first(self) -> Any:
         return self.values[0]
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> Any:
         return self._first.__array__(*args, **kwargs)
 
     def __float__(self) -> float:
@@ -196,19 +196,19 @@ class Mirrored(DistributedValues[T_co]):
     def __len__(self) -> int:
         return len(self._first)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self._first[key]
 
     def __iter__(self) -> Any:
         return iter(self._first)
 
 
-def _first(value: Any) -> Any:
+def _first(value: object) -> Any:
     return value.values[0] if isinstance(value, Mirrored) else value
 
 
 def _delegate(name: str) -> Any:
-    def operator(self: Mirrored[Any], *others: Any) -> Any:
+    def operator(self: Mirrored[Any], *others: object) -> Any:
         return getattr(self.values[0], name)(*(_first(other) for other in others))
 
     operator.__name__ = name
@@ -250,7 +250,9 @@ def batches_among(leaves: Sequence[Any]) -> list[BatchInfo]:
     return found
 
 
-def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTypeError] = InvalidArgumentError) -> None:
+def require_list_or_tuple(
+    args: object, error: type[InvalidArgumentError | WrongTypeError] = InvalidArgumentError
+) -> None:
     """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all. ``error``: TensorFlow
     raises a `ValueError` in `run`, and a `TypeError` in `schedule`."""
     if not isinstance(args, list | tuple):
@@ -260,7 +262,7 @@ def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTyp
         )
 
 
-def require_callable(fn: Any, caller: str) -> None:
+def require_callable(fn: object, caller: str) -> None:
     if not callable(fn):
         raise WrongTypeError(
             f"{caller} needs a function; got {type(fn).__name__}. Pass the function itself, with its arguments beside "
@@ -268,7 +270,7 @@ def require_callable(fn: Any, caller: str) -> None:
         )
 
 
-def require_kwargs(kwargs: Any) -> None:
+def require_kwargs(kwargs: object) -> None:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongTypeError(
             f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}. Write kwargs={{'name': value}}."
@@ -292,7 +294,7 @@ def require_fitting_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) ->
     raise WrongTypeError(message) from None
 
 
-def misfit(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TypeError | None:
+def misfit(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> TypeError | None:
     """Why ``fn`` cannot be called with these; None if it can, or if nobody knows: a builtin may not say."""
     try:
         inspect.signature(fn).bind(*args, **kwargs)
@@ -328,7 +330,7 @@ def distribute_values(
     return nest.map_structure(lambda *leaves: PerReplica(leaves, replica_ids=local_replicas), values[0], *values[1:])
 
 
-def local_results(value: Any, local_replicas: tuple[int, ...]) -> tuple[Any, ...]:
+def local_results(value: object, local_replicas: tuple[int, ...]) -> tuple[Any, ...]:
     """The local components of a value or, of a nest, one nest per local component."""
     if isinstance(value, DistributedValues):
         return value.values
@@ -340,7 +342,7 @@ def local_results(value: Any, local_replicas: tuple[int, ...]) -> tuple[Any, ...
     count = len(local_replicas)
 
     def pick(index: int) -> Any:
-        def open_leaf(leaf: Any) -> Any:
+        def open_leaf(leaf: object) -> Any:
             if isinstance(leaf, DistributedValues):
                 return leaf.values[index]
             parts = getattr(leaf, "_local_components", None)

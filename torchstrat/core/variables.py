@@ -81,7 +81,7 @@ class WeakOrdered:
         self.count = 0
         """How many have ever been added."""
 
-    def add(self, value: Any) -> bool:
+    def add(self, value: object) -> bool:
         """Whether ``value`` is new."""
         key = id(value)
         if key in self._references:
@@ -97,11 +97,11 @@ class WeakOrdered:
         self.count += 1
         return True
 
-    def discard(self, value: Any) -> None:
+    def discard(self, value: object) -> None:
         self._references.pop(id(value), None)
         self._numbers.pop(id(value), None)
 
-    def number_of(self, value: Any) -> int:
+    def number_of(self, value: object) -> int:
         return self._numbers.get(id(value), -1)
 
     def ids(self) -> KeysView[int]:
@@ -114,7 +114,7 @@ class WeakOrdered:
         for value in self:
             yield self._numbers[id(value)], value
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return id(value) in self._references
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,7 +190,7 @@ class VariableRegistry:
             for module in list(self._modules):
                 self._add_tree(module)
 
-    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+    def _on_member(self, module: nn.Module, name: str, member: object) -> None:
         if is_compiler_at_work():
             return  # its graphs keep parameters and an optimizer's state as members of modules that nobody else has
         self.changes += 1
@@ -214,7 +214,7 @@ class VariableRegistry:
         self.changes += 1
         self.add_helper(helper)
 
-    def _is_lone(self, helper: Any) -> bool:
+    def _is_lone(self, helper: object) -> bool:
         """Whether it is an optimizer over tensors that are nobody's, or of deep copies: not over those of all replicas,
         then, but over something that each makes for its own rows and is done with at the end of the run."""
         tensors = _tensors_of(helper)
@@ -269,7 +269,7 @@ class VariableRegistry:
         self._remember(step, start)
         return adopted if is_new else []  # else it may have been made by an earlier run of the step
 
-    def _remember(self, step: Any, start: Start) -> None:
+    def _remember(self, step: object, start: Start) -> None:
         self._walked.pop(step, None)
         self._walked[step] = start
         if len(self._walked) > _REMEMBERED_STEPS:  # a notebook makes a new one each time that a cell is run
@@ -369,7 +369,7 @@ class VariableRegistry:
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         if isinstance(value, nn.Module):
             return value in self._modules
         return any(value is tensor for tensor in self.tensors()) or any(
@@ -513,7 +513,7 @@ class VariableRegistry:
     def optimizers(self) -> list[Optimizer]:
         return [helper for helper in self._helpers if isinstance(helper, Optimizer)]
 
-    def add_helper(self, helper: Any) -> None:
+    def add_helper(self, helper: object) -> None:
         self._helpers.add(helper)
         if (
             isinstance(helper, Optimizer)
@@ -535,7 +535,7 @@ class VariableRegistry:
         return f"tensor {tuple(tensor.shape)}"
 
 
-def _tensors_of(helper: Any) -> list[torch.Tensor]:
+def _tensors_of(helper: object) -> list[torch.Tensor]:
     if not isinstance(helper, Optimizer):
         return []
     return [tensor for group in getattr(helper, "param_groups", ()) for tensor in group["params"]]

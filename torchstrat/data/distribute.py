@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchstrat.data")
 
 
-def chosen_policy(dataset: Any, source: Source, options: InputOptions) -> AutoShardPolicy:
+def chosen_policy(dataset: object, source: Source, options: InputOptions) -> AutoShardPolicy:
     """The policy of the options, else the one the dataset carries, else AUTO; AUTO replaced by what it means here."""
     policy = options.auto_shard_policy
     carriers = (dataset, dataset.dataset) if isinstance(dataset, DataLoader) else (dataset,)
@@ -91,7 +91,7 @@ def _warn_of_whole_batches(workers: int, made_by: str) -> None:
 
 
 def distribute_dataset(
-    strategy: StrategyLike, layout: InputLayout, dataset: Any, options: InputOptions | None
+    strategy: StrategyLike, layout: InputLayout, dataset: object, options: InputOptions | None
 ) -> DistributedDataset:
     """Split the global batches of ``dataset`` over the replicas of ``strategy``.
 

@@ -308,7 +308,7 @@ class LoaderSource(Source):
         shuffles = refuse_indices_of_the_whole(self.loader)
         return self._with_dataset(part, **({} if isinstance(part, IterableDataset) else {"shuffle": shuffles}))
 
-    def _with_dataset(self, dataset: Any, **batching: Any) -> LoaderSource:
+    def _with_dataset(self, dataset: object, **batching: object) -> LoaderSource:
         loader = self.loader
         batching |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         other = _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)

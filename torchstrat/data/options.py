@@ -137,14 +137,14 @@ def require_options(options: InputOptions | None) -> InputOptions:
     return options
 
 
-def _one_of(name: str, long: Any, short: Any, default: Any) -> Any:
+def _one_of(name: str, long: object, short: object, default: object) -> Any:
     if long is not None and short is not None:
         raise WrongTypeError(f"InputOptions was given both {name} and experimental_{name}; they are one field.")
     chosen = long if long is not None else short
     return default if chosen is None else chosen
 
 
-def _member(kind: type[EnumT], value: Any, field: str) -> EnumT:
+def _member(kind: type[EnumT], value: object, field: str) -> EnumT:
     if isinstance(value, kind):
         return value
     for member in kind:

@@ -86,7 +86,7 @@ class NumpyStream:
         self._seen = here
         return here
 
-    def put(self, state: Any) -> None:
+    def put(self, state: object) -> None:
         if isinstance(state, bytes):
             NUMPYS.seed(0)  # forgets what is left of a pair
             ctypes.memmove(self._address, state, _SIZE)
@@ -108,7 +108,7 @@ class NumpyStream:
             self._address = self._look(bits)
         return self._address != 0
 
-    def _look(self, bits: Any) -> int:
+    def _look(self, bits: object) -> int:
         if type(bits) is not np.random.MT19937:
             return 0
         address = int(bits.ctypes.state_address)
@@ -273,7 +273,7 @@ def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[Any]) -> Se
     return seeds
 
 
-def draws_without_loader(dataset: Any, beginning: Mapping[str, Any] | None) -> tuple[OwnDraws, Seeds]:
+def draws_without_loader(dataset: object, beginning: Mapping[str, Any] | None) -> tuple[OwnDraws, Seeds]:
     """For one pass over ``dataset``, with its seeds: those of its ``beginning``, where it is gone on with. Nothing is
     drawn for it, so the seeds of several passes may be equal."""
     owned = generators_of_data(dataset, default_collate)
@@ -345,14 +345,14 @@ def treats_rows_alone(loader: DataLoader[Any]) -> bool:
     return loader.collate_fn is default_collate and all(map(_reads_rows_alone, parts))
 
 
-def _reads_rows_alone(dataset: Any) -> bool:
+def _reads_rows_alone(dataset: object) -> bool:
     if not hasattr(dataset, "__getitems__"):
         return True
     form = getattr(dataset, "format", None)
     return isinstance(form, dict) and form.get("type", "custom") != "custom"
 
 
-def parts_of(dataset: Any) -> list[Any]:
+def parts_of(dataset: object) -> list[Any]:
     """What torch's own data sets are made of: `Subset`, which ``random_split`` makes, and `ConcatDataset`."""
     if type(dataset) is Subset:
         return parts_of(dataset.dataset)
@@ -382,7 +382,7 @@ def process_stands() -> int:
     return number_of(state_of(), random.getstate(), np.random.get_state(legacy=False))
 
 
-def number_of(*parts: Any) -> int:
+def number_of(*parts: object) -> int:
     """Equal for equal ones, in every process."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -390,7 +390,7 @@ def number_of(*parts: Any) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _plain(part: Any) -> Any:
+def _plain(part: object) -> Any:
     if isinstance(part, dict):
         return {name: _plain(value) for name, value in part.items()}
     return part.tolist() if isinstance(part, np.ndarray | torch.Tensor) else part

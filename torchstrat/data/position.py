@@ -79,7 +79,7 @@ class Terms:
     splits: bool = False
     """Whether what one of several pipelines has left can be read by any process."""
 
-    def check(self, state: Any) -> Saved:
+    def check(self, state: object) -> Saved:
         """``state`` of `pack`, if it can be gone on with here.
 
         Raises:

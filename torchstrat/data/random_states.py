@@ -60,7 +60,7 @@ class RandomStreams:
         self.put({name: state for name, state in states.items() if name in SHARED})
 
 
-def generators_in(*owners: Any) -> list[Any]:
+def generators_in(*owners: object) -> list[Any]:
     """The generators that are attributes of these objects, each once. A `DataLoader`'s are also its samplers'."""
     found: dict[int, Any] = {}
     for owner in _with_samplers(owners):
@@ -83,7 +83,7 @@ def _with_samplers(owners: Sequence[Any]) -> Iterator[Any]:
         waiting += [getattr(owner, name, None) for name in names]
 
 
-def _numpy_plain(state: Any) -> Any:
+def _numpy_plain(state: object) -> Any:
     if isinstance(state, Mapping):
         return {key: _numpy_plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

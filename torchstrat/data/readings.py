@@ -82,7 +82,7 @@ def copies(examples: list[Any]) -> list[Any]:
     return [_copy(example) for example in examples] if type(next(iter(examples), None)) in (dict, list) else examples
 
 
-def _copy(example: Any) -> Any:
+def _copy(example: object) -> Any:
     if type(example) is dict:
         return {key: _copy(value) for key, value in example.items()}
     return [_copy(value) for value in example] if type(example) is list else example

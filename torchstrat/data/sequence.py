@@ -23,7 +23,7 @@ from torchstrat.data.random_states import RandomStreams
 _END: Final[Any] = object()
 
 
-def is_stateful(dataset: Any) -> bool:
+def is_stateful(dataset: object) -> bool:
     """Whether it can say and set where its reading stands."""
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
@@ -32,7 +32,7 @@ def in_sequence(
     read: Callable[[], Iterator[nest.Nest]],
     resume: Resume | None,
     streams: RandomStreams | None = None,
-    stateful: Any = None,
+    stateful: object = None,
 ) -> Stream[nest.Nest]:
     """Read what ``read`` opens, from the beginning or from ``resume`` on.
 
@@ -147,7 +147,7 @@ def _rows_of_tensor(batch: nest.Nest) -> int | None:
 class Sequentially:
     """Batches with the place after the one that was given out last."""
 
-    def __init__(self, batches: Iterator[nest.Nest], first: Place, stateful: Any = None) -> None:
+    def __init__(self, batches: Iterator[nest.Nest], first: Place, stateful: object = None) -> None:
         self._batches, self._place, self._stateful = batches, first, stateful
 
     def __iter__(self) -> Iterator[nest.Nest]:

@@ -139,7 +139,7 @@ def make_input_fn_iterator(
     return InputIterator(hand_out_elements(strategy, layout, [source], options))
 
 
-def _source_of(made: Any) -> Source:
+def _source_of(made: object) -> Source:
     refuse_distributed(made)
     try:
         return make_source(made)

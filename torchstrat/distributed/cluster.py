@@ -223,7 +223,7 @@ def _with_known_task(config: TFConfig) -> TFConfig:
     return config
 
 
-def _cluster(value: Any) -> ClusterSpec:
+def _cluster(value: object) -> ClusterSpec:
     content = _object("cluster", value)
     try:
         return ClusterSpec(content)
@@ -231,7 +231,7 @@ def _cluster(value: Any) -> ClusterSpec:
         raise ClusterConfigError(f"TF_CONFIG has cluster={value!r}: {error}") from None
 
 
-def _object(key: str, value: Any) -> dict[str, Any]:
+def _object(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         if key == "TF_CONFIG":
             raise ClusterConfigError(f"TF_CONFIG is {value!r}; it must be an object, {{…}}.")
@@ -239,17 +239,17 @@ def _object(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def text_or_none(what: str, value: Any) -> str | None:
+def text_or_none(what: str, value: object) -> str | None:
     """``what``: how a message calls the value, up to the equals sign."""
     return None if value is None else _text(what, value)
 
 
-def index_or_none(what: str, value: Any) -> int | None:
+def index_or_none(what: str, value: object) -> int | None:
     """A whole number, also one in words, as the environment has it (``"1"``); ``what`` as of `text_or_none`."""
     return None if value is None else _index(what, value)
 
 
-def _text(what: str, value: Any) -> str:
+def _text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise _malformed(what, value, "a string")
     return value
@@ -266,5 +266,5 @@ def _index(what: str, value: Any) -> int:
     return number
 
 
-def _malformed(what: str, value: Any, wanted: str) -> ClusterConfigError:
+def _malformed(what: str, value: object, wanted: str) -> ClusterConfigError:
     return ClusterConfigError(f"{what}={value!r}; it must be {wanted}.")

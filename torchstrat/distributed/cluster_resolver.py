@@ -9,7 +9,6 @@ several together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, InvalidArgumentError, WrongTypeError
@@ -250,7 +249,7 @@ class UnionResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         if unknown:
             raise InvalidArgumentError(

@@ -87,13 +87,13 @@ class ClusterSpec:
         return f"ClusterSpec({jobs!r})"
 
 
-def _job_name(job: Any) -> str:
+def _job_name(job: object) -> str:
     if not isinstance(job, str):
         raise WrongTypeError(f"a job's name must be a string; got {type(job).__name__} {job!r}.")
     return job
 
 
-def _tasks(job: str, tasks: Any) -> dict[int, str]:
+def _tasks(job: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, list | tuple):
         tasks = dict(enumerate(tasks))
     if not isinstance(tasks, Mapping):
@@ -111,7 +111,7 @@ def _task_index(job: str, index: Any) -> int:
         raise ClusterConfigError(f"job {job!r} has a task {index!r}; task indices are whole numbers.") from None
 
 
-def _address(job: str, index: Any, address: Any) -> str:
+def _address(job: str, index: object, address: object) -> str:
     if not isinstance(address, str):
         raise WrongTypeError(
             f"the address of task {index} of job {job!r} must be a string such as 'host:2222'; got "

@@ -39,7 +39,7 @@ MAX_MESH_POINTS = 2**24
 """Of a mesh. Far above the largest TPU; a damaged description is refused before memory is taken for it."""
 
 
-def integers(name: str, value: Any) -> Integers:
+def integers(name: str, value: object) -> Integers:
     """``value``, nested sequences of integers or an array or tensor of them, as a new array.
 
     Raises:
@@ -55,7 +55,7 @@ def integers(name: str, value: Any) -> Integers:
     return array.astype(np.int64)
 
 
-def mesh_axes(name: str, value: Any) -> MeshShape:
+def mesh_axes(name: str, value: object) -> MeshShape:
     """``value`` as sizes along x, y, z and core, of which each is at least 1.
 
     Raises:
@@ -72,7 +72,7 @@ def mesh_axes(name: str, value: Any) -> MeshShape:
     return x, y, z, cores
 
 
-def checked_mesh_shape(value: Any) -> MeshShape:
+def checked_mesh_shape(value: object) -> MeshShape:
     """`mesh_axes` of a mesh, whose number of points is bounded by `MAX_MESH_POINTS`."""
     shape = mesh_axes("mesh_shape", value)
     if math.prod(shape) > MAX_MESH_POINTS:
@@ -240,7 +240,7 @@ class Topology:
         self._places = frozen(self._invert())
 
     @classmethod
-    def virtual(cls, mesh_shape: Any, host_shape: Any = None) -> Topology:
+    def virtual(cls, mesh_shape: object, host_shape: object = None) -> Topology:
         """A topology without missing devices, for virtual devices and for planning without a TPU.
 
         Args:
@@ -289,7 +289,7 @@ class Topology:
         """The points of the mesh that no task drives, ``(missing, 4)``, ascending."""
         return np.argwhere(self._places < 0)
 
-    def device_indices_at(self, coordinates: Any) -> Integers:
+    def device_indices_at(self, coordinates: object) -> Integers:
         """The numbers of the cores at ``coordinates``, counted in task order: task × cores per task + ordinal.
 
         Args:
@@ -319,19 +319,19 @@ class Topology:
             )
         return np.asarray(indices)
 
-    def task_ordinal_at_coordinates(self, device_coordinates: Any) -> int:
+    def task_ordinal_at_coordinates(self, device_coordinates: object) -> int:
         """The task that drives the core at ``[x, y, z, core]``. Raises as `device_indices_at`, as all below do."""
         return self._index_at(device_coordinates) // self.num_tpus_per_task
 
-    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Any) -> int:
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: object) -> int:
         """The number of the core at ``[x, y, z, core]`` among those of its task."""
         return self._index_at(device_coordinates) % self.num_tpus_per_task
 
-    def cpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
+    def cpu_device_name_at_coordinates(self, device_coordinates: object, job: str | None = None) -> str:
         """The CPU of the host that drives the core there: ``/job:J/task:T/device:CPU:0``, the job only if given."""
         return f"{_job(job)}/task:{self.task_ordinal_at_coordinates(device_coordinates)}/device:CPU:0"
 
-    def tpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
+    def tpu_device_name_at_coordinates(self, device_coordinates: object, job: str | None = None) -> str:
         """The core there: ``/job:J/task:T/device:TPU:D``, the job only if given."""
         task, ordinal = divmod(self._index_at(device_coordinates), self.num_tpus_per_task)
         return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"

@@ -99,7 +99,7 @@ def check_logical_device_id(logical_device_id: int, num_logical_devices: int) ->
     return index
 
 
-def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
+def shape_of(tensor: object) -> tuple[int | None, ...] | None:
     """The shape of a tensor, an array or a spec, for `check_split`. `WrongTypeError` for anything else."""
     if isinstance(tensor, torch.Tensor) or hasattr(tensor, "shape"):
         return None if tensor.shape is None else tuple(tensor.shape)
@@ -152,7 +152,7 @@ class LogicalDeviceMethods:
     _annotator: Annotator | None = None
     """None where replicas have one logical device."""
 
-    def split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def split_to_logical_devices(self, tensor: object, partition_dimensions: Sequence[int]) -> Any:
         """Split ``tensor`` over the replica's logical devices, ``partition_dimensions[d]`` parts along dimension d.
 
         Parts are equal, and numbered row-major: part i is on logical device i. With one logical device every entry
@@ -167,14 +167,14 @@ class LogicalDeviceMethods:
         dims = check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
         return tensor if self._annotator is None else self._annotator.cut(_as_tensor(tensor), Sharding.split(dims))
 
-    def replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def replicate_to_logical_devices(self, tensor: object) -> Any:
         """Keep ``tensor`` whole on every logical device. Returns it."""
         if self._annotator is None:
             return tensor
         value = _as_tensor(tensor)
         return self._annotator.cut(value, Sharding.replicated(value.ndim, self._num_logical_devices))
 
-    def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def assign_to_logical_device(self, tensor: object, logical_device_id: int) -> Any:
         """Say that ``tensor`` belongs on one logical device, numbered from 0. Returns it, unchanged.
 
         All logical devices of a replica run the same program, so that none can keep a tensor to itself: the number is
@@ -186,7 +186,7 @@ class LogicalDeviceMethods:
         return tensor if self._annotator is None else self._annotator.assign(_as_tensor(tensor), device)
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
+def _as_tensor(value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray | np.generic):
@@ -330,7 +330,7 @@ class ShardingRules:
 
     # -- parsing ----------------------------------------------------------------------------------------------------
 
-    def _parsed(self, pattern: Any, entries: Any) -> tuple[str, tuple[tuple[str, ...], ...] | None]:
+    def _parsed(self, pattern: object, entries: object) -> tuple[str, tuple[tuple[str, ...], ...] | None]:
         if not isinstance(pattern, str):
             raise WrongTypeError(f"the pattern of a sharding rule is text; got {type(pattern).__name__} {pattern!r}.")
         if entries is None:
@@ -350,7 +350,7 @@ class ShardingRules:
             )
         return pattern, spec
 
-    def _parsed_dimension(self, pattern: str, dim: int, entry: Any) -> tuple[str, ...]:
+    def _parsed_dimension(self, pattern: str, dim: int, entry: object) -> tuple[str, ...]:
         if entry is None:
             return ()
         axes = (entry,) if isinstance(entry, str) else entry

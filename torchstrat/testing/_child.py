@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torchstrat.parameter_server.serialization.plain import ClassesHere
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """``value`` for another process: by Python's own pickle, and by cloudpickle what that refuses (a function of a
     function) or what nobody can import: all of a ``__main__`` without a file, as a notebook's and ``python -c``'s is.
 
@@ -69,7 +69,7 @@ class _Packed:
         self._packed = packed
         self.__qualname__ = name
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Any:
         return pickle.loads(self._packed)(*arguments)
 
 

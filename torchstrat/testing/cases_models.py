@@ -57,7 +57,7 @@ class _Apply(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: object) -> Any:
         return self.function(x)
 
 

@@ -45,7 +45,7 @@ class _Inertia(torch.optim.Optimizer):
         self.velocity: list[list[torch.Tensor]] = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         if not self.velocity:
             self.velocity = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
         self.steps_taken += 1
@@ -64,7 +64,7 @@ class _FreeOfSchedules(torch.optim.Optimizer):
     """Weights are put where they are to be evaluated, and back, from what the optimizer keeps, between steps."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -98,7 +98,7 @@ class _Exchanging(torch.optim.Optimizer):
     parameters of one shape with each other."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         of_shape: dict[tuple[int, ...], torch.Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -124,7 +124,7 @@ class _Warming(torch.optim.Optimizer):
     """Sets its own rate, and comes back to what it was given."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] += 1
             if group["steps"] <= 3:
@@ -173,7 +173,7 @@ class _SharpnessAware(torch.optim.Optimizer):
             p.data = self.state[p]["old"]
         self.base.step()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         raise NotImplementedError
 
 
@@ -210,7 +210,7 @@ def lookahead(*, initialize: bool) -> Training:
             self.base.zero_grad(set_to_none)
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
             self.base.step()
             self.counter += 1
             for p in (p for group in self.param_groups for p in group["params"]):

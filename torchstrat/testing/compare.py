@@ -144,7 +144,7 @@ def compare(
         return Comparison(tuple(_find(program, plain, name, launcher, tolerance) for name in strategies))
 
 
-def _as(leaf: Any, dtype: torch.dtype) -> Any:
+def _as(leaf: object, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
@@ -206,7 +206,7 @@ def _run(program: _Program, strategy: Any, traced: int | None = None) -> _Record
     return recording
 
 
-def _bound(step: Callable[[Any, Any], Any], built: Any) -> Callable[[Any], Any]:
+def _bound(step: Callable[[Any, Any], Any], built: object) -> Callable[[Any], Any]:
     """The step as a function of a batch, which closes over the program as a user's does."""
     return lambda batch: step(built, batch)
 
@@ -283,7 +283,7 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:
     return not torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
-def _watched(built: Any, name: str = "") -> Mapping[str, Any]:
+def _watched(built: object, name: str = "") -> Mapping[str, Any]:
     """What is compared of what ``build`` returned, by name: modules, optimizers, schedulers and tensors in it."""
     if isinstance(built, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.Tensor):
         return {name: built}
@@ -294,7 +294,7 @@ def _watched(built: Any, name: str = "") -> Mapping[str, Any]:
 def _traced(step: Callable[[Any, Any], Any], lines: list[tuple[int, Snapshot]]) -> Callable[[Any, Any], Any]:
     """The step, which on the first replica notes what everything is after each of its own lines."""
 
-    def traced(built: Any, batch: Any) -> Any:
+    def traced(built: object, batch: object) -> Any:
         import torchstrat as ts
 
         context = ts.get_replica_context()
@@ -313,11 +313,11 @@ def _traced(step: Callable[[Any, Any], Any], lines: list[tuple[int, Snapshot]]) 
 class _LineTracer:
     """A trace function that looks at the program between the lines of one function."""
 
-    def __init__(self, code: CodeType | None, built: Any, lines: list[tuple[int, Snapshot]]) -> None:
+    def __init__(self, code: CodeType | None, built: object, lines: list[tuple[int, Snapshot]]) -> None:
         self._code, self._built, self._lines = code, built, lines
         self._previous: int | None = None
 
-    def __call__(self, frame: FrameType, event: str, _argument: Any) -> _LineTracer | None:
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> _LineTracer | None:
         if frame.f_code is not self._code:
             return None
         if event in ("line", "return"):

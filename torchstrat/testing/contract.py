@@ -57,13 +57,13 @@ class Row:
     """Makes the strategy from its keyword-only options (``gradient_reduce_op``, ``timeout``)."""
 
 
-def _make(class_name: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+def _make(class_name: str, arguments: Mapping[str, Any], **options: object) -> Any:
     import torchstrat as ts
 
     return getattr(ts, class_name)(**arguments, **options)
 
 
-def _row(name: str, replicas: int, class_name: str, **arguments: Any) -> tuple[str, Row]:
+def _row(name: str, replicas: int, class_name: str, **arguments: object) -> tuple[str, Row]:
     return name, Row(name, replicas, partial(_make, class_name, arguments))
 
 

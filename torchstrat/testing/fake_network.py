@@ -315,7 +315,7 @@ class FakeEndpoint:
         self,
         to: Peer,
         method: str,
-        payload: Any = None,
+        payload: object = None,
         *,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
@@ -442,5 +442,5 @@ def _copied(packed: Packed) -> Packed:
     return Packed(packed.data, [torch.clone(tensor) for tensor in packed.tensors])
 
 
-def _in_thread(name: str, function: Callable[..., None], *args: Any) -> None:
+def _in_thread(name: str, function: Callable[..., None], *args: object) -> None:
     threading.Thread(target=function, args=args, name=name, daemon=True).start()

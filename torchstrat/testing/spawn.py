@@ -269,7 +269,7 @@ class Workers:
             self._kill()
             raise
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float | None = None) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: object, timeout_seconds: float | None = None) -> list[Any]:
         """Call ``function(*args)`` in every process and return the results by rank.
 
         ``timeout_seconds`` replaces the group's for this run. Raises `WorkersError`, after which no process of the

@@ -48,7 +48,7 @@ def regression(rows: Sequence[int] = EVEN_ROWS, shape: tuple[int, ...] = (6,), o
     ]
 
 
-def _tensor(values: Any) -> torch.Tensor:
+def _tensor(values: object) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.get_default_dtype())
 
 
@@ -143,7 +143,7 @@ def read(watch: Mapping[str, Any]) -> Snapshot:
     return numbers
 
 
-def _numbers(value: Any) -> dict[str, Any]:
+def _numbers(value: object) -> dict[str, Any]:
     if isinstance(value, nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
     if isinstance(value, torch.optim.Optimizer):
@@ -158,7 +158,7 @@ def _numbers(value: Any) -> dict[str, Any]:
     return _numbers(value()) if callable(value) else {"": value}
 
 
-def _is_numeric(option: Any) -> bool:
+def _is_numeric(option: object) -> bool:
     if isinstance(option, tuple):
         return all(_is_numeric(part) for part in option)
     return isinstance(option, int | float | torch.Tensor)
@@ -212,7 +212,7 @@ def plain_step(model: Callable[..., Any], *optimizers: torch.optim.Optimizer, **
     return train_step(lambda x, y: squared_error(model(x), y), *optimizers, **options)
 
 
-def plain_training(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Training:
+def plain_training(model: nn.Module, optimizer: torch.optim.Optimizer, **options: object) -> Training:
     return Training(plain_step(model, optimizer, **options), {"model": model, "optimizer": optimizer})
 
 

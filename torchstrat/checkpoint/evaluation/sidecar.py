@@ -153,7 +153,7 @@ def score(
         InvalidArgumentError: there are no rows; a metric returns neither a number nor one for each row.
     """
 
-    def measure(batch: Any) -> torch.Tensor:
+    def measure(batch: object) -> torch.Tensor:
         with torch.no_grad():
             return _measure(model, batch, metrics)
 
@@ -170,14 +170,14 @@ def score(
     return {name: value / rows for name, value in zip(metrics, sums, strict=True)}
 
 
-def _over_replicas(strategy: StrategyLike, measured: Any) -> torch.Tensor:
+def _over_replicas(strategy: StrategyLike, measured: object) -> torch.Tensor:
     if isinstance(measured, torch.Tensor):  # there is one replica, or only one of them had rows
         return measured
     reduced: torch.Tensor = strategy.reduce("sum", measured, axis=None)
     return reduced
 
 
-def _measure(model: nn.Module, batch: Any, metrics: Mapping[str, Metric]) -> torch.Tensor:
+def _measure(model: nn.Module, batch: object, metrics: Mapping[str, Metric]) -> torch.Tensor:
     """``(1 + metrics,)``: the batch's rows, and the sum of each metric over them."""
     inputs, targets = _pair(batch)
     first = next((leaf for leaf in nest.leaves(targets) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
@@ -193,7 +193,7 @@ def _measure(model: nn.Module, batch: Any, metrics: Mapping[str, Metric]) -> tor
     return torch.stack([torch.tensor(rows, dtype=dtype, device=device), *sums])
 
 
-def _sum(name: str, returned: Any, rows: int) -> torch.Tensor:
+def _sum(name: str, returned: object, rows: int) -> torch.Tensor:
     value = torch.as_tensor(returned)
     if value.dtype in (torch.bool, torch.float16, torch.bfloat16) or not value.dtype.is_floating_point:
         value = value.to(torch.float32)
@@ -207,7 +207,7 @@ def _sum(name: str, returned: Any, rows: int) -> torch.Tensor:
     return value.sum()
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def _pair(batch: object) -> tuple[Any, Any]:
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
     raise WrongTypeError(
@@ -221,7 +221,7 @@ def _device_of(model: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
 
 
-def _moved(batch: Any, place: torch.device | None) -> Any:
+def _moved(batch: object, place: torch.device | None) -> Any:
     plain = unmarked(batch)
     if place is None:
         return plain
@@ -510,7 +510,7 @@ class SidecarEvaluator:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _is_used_up(data: Any) -> bool:
+def _is_used_up(data: object) -> bool:
     """Whether going through it uses it up, as with a generator."""
     return hasattr(data, "__next__")
 
@@ -524,7 +524,7 @@ def _directory(path: str | os.PathLike[str]) -> Path:
     return directory
 
 
-def _numbers(values: Any) -> dict[str, float]:
+def _numbers(values: object) -> dict[str, float]:
     if not isinstance(values, Mapping) or not values:
         raise WrongTypeError(
             f"evaluate_fn returned {type(values).__name__} {values!r:.80}; return a dict from names to numbers."

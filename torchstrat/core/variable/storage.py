@@ -121,12 +121,12 @@ class Cell:
         return Cell(self._tensor, self.device, self._place)
 
 
-def is_python_value(value: Any) -> bool:
+def is_python_value(value: object) -> bool:
     """A number, or a nested list of numbers: no tensor and no array, and so the same wherever it is written."""
     return isinstance(value, bool | int | float | complex | list | tuple)
 
 
-def to_tensor(value: Any, dtype: torch.dtype | None, call: str) -> torch.Tensor:
+def to_tensor(value: object, dtype: torch.dtype | None, call: str) -> torch.Tensor:
     """``value`` as a tensor of ``dtype`` (None: its own), detached, on its own device.
 
     Tensors must have the dtype already. Python numbers, nested lists of them and arrays are converted where that keeps
@@ -152,7 +152,7 @@ def to_tensor(value: Any, dtype: torch.dtype | None, call: str) -> torch.Tensor:
     return _from_python(value, call, dtype)
 
 
-def _from_python(value: Any, call: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _from_python(value: object, call: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         return torch.from_numpy(np.array(value)).to(dtype)
     if is_python_value(value):
@@ -219,7 +219,7 @@ class Given:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
@@ -249,7 +249,7 @@ def exchange_values(
     engine: ReplicaEngine,
     aggregation: VariableAggregation,
     edit: Edit,
-    value: Any,
+    value: object,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
@@ -312,7 +312,7 @@ def require_mean_of_floats(dtype: torch.dtype, what: str) -> None:
         )
 
 
-def same_everywhere(call: str, value: Any) -> InvalidArgumentError:
+def same_everywhere(call: str, value: object) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{call} got {value!r:.80} on every replica for a variable with aggregation SUM: adding up a value that is the "
         "same everywhere is ambiguous. Pass a tensor computed by each replica, assign outside of run, or use "
@@ -320,11 +320,11 @@ def same_everywhere(call: str, value: Any) -> InvalidArgumentError:
     )
 
 
-def parse_aggregation(aggregation: Any, name: str) -> VariableAggregation:
+def parse_aggregation(aggregation: object, name: str) -> VariableAggregation:
     return _member("aggregation", aggregation, name, VariableAggregation.NONE, VariableAggregation.SUM)
 
 
-def parse_synchronization(synchronization: Any, name: str) -> VariableSynchronization:
+def parse_synchronization(synchronization: object, name: str) -> VariableSynchronization:
     auto, such_as = VariableSynchronization.AUTO, VariableSynchronization.ON_READ
     return _member("synchronization", synchronization, name, auto, such_as)
 
@@ -332,7 +332,7 @@ def parse_synchronization(synchronization: Any, name: str) -> VariableSynchroniz
 Member = TypeVar("Member", bound=enum.Enum)
 
 
-def _member(argument: str, given: Any, name: str, default: Member, such_as: Member) -> Member:
+def _member(argument: str, given: object, name: str, default: Member, such_as: Member) -> Member:
     if given is None:
         return default
     if not isinstance(given, type(default)):
@@ -356,7 +356,7 @@ def check_mirrored(
         require_mean_of_floats(dtype, f"mirrored Variable {name!r}")
 
 
-def initial_tensor(value: Any, dtype: torch.dtype | None, name: str) -> torch.Tensor:
+def initial_tensor(value: object, dtype: torch.dtype | None, name: str) -> torch.Tensor:
     """What the user gave as the first value, as a detached tensor of ``dtype`` (None: its own)."""
     if value is None:
         raise InvalidArgumentError(

@@ -15,13 +15,13 @@ from torchstrat.core import nest
 from torchstrat.core.errors import UnsupportedError
 
 
-def open_tensor(value: Any) -> Any:
+def open_tensor(value: object) -> Any:
     """The tensor that ``value`` stands for; anything else as it is."""
     return value._lend() if isinstance(value, TensorOperators) else value
 
 
 def _binary(name: str) -> Any:
-    def operator(self: TensorOperators, other: Any) -> Any:
+    def operator(self: TensorOperators, other: object) -> Any:
         return getattr(self._lend(), name)(open_tensor(other))
 
     operator.__name__ = name
@@ -109,7 +109,7 @@ def _refusal(name: str) -> UnsupportedError:
 
 
 def _refused(name: str) -> Any:
-    def operator(self: TensorLike, other: Any) -> Any:
+    def operator(self: TensorLike, other: object) -> Any:
         raise _refusal(name)
 
     operator.__name__ = name
@@ -128,7 +128,7 @@ class TensorLike(TensorOperators, abc.ABC):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
@@ -168,10 +168,10 @@ class TensorLike(TensorOperators, abc.ABC):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._lend())
 
-    def __getitem__(self, key: Any) -> torch.Tensor:
+    def __getitem__(self, key: object) -> torch.Tensor:
         return self._lend()[open_tensor(key)]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         raise _refusal("__setitem__")
 
     def __format__(self, spec: str) -> str:
@@ -220,7 +220,7 @@ class TensorInShards(TensorOperators):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
@@ -242,5 +242,5 @@ class TensorInShards(TensorOperators):
         return self._lend().detach().__dlpack__(**options)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, TensorInShards)

@@ -104,7 +104,7 @@ class Variable(TensorLike):
     # Not __init__: the replicas of one process that each create a variable all get the same object.
     def __new__(
         cls,
-        initial_value: Any = None,
+        initial_value: object = None,
         trainable: bool | None = None,
         name: str | None = None,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
@@ -139,7 +139,7 @@ class Variable(TensorLike):
     def _set_up(
         self,
         strategy: StrategyLike,
-        initial_value: Any,
+        initial_value: object,
         name: str | None,
         aggregation: VariableAggregation | None,
         synchronization: VariableSynchronization | None,
@@ -326,15 +326,15 @@ class Variable(TensorLike):
 
     # -- assigning --------------------------------------------------------------------------------------------------
 
-    def assign(self, value: Any) -> Variable:
+    def assign(self, value: object) -> Variable:
         """Replace the value, which must have the variable's shape and dtype. Returns the variable (its component)."""
         return self._assign(Edit.ASSIGN, value)
 
-    def assign_add(self, delta: Any) -> Variable:
+    def assign_add(self, delta: object) -> Variable:
         """Add ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
         return self._assign(Edit.ADD, delta)
 
-    def assign_sub(self, delta: Any) -> Variable:
+    def assign_sub(self, delta: object) -> Variable:
         """Subtract ``delta``, which may broadcast to the variable's shape. Returns the variable (its component)."""
         return self._assign(Edit.SUB, delta)
 
@@ -342,7 +342,7 @@ class Variable(TensorLike):
         """Add a sparse COO tensor of the variable's shape; repeated indices add up. Returns the variable."""
         return self._assign(Edit.SCATTER_ADD, sparse_delta)
 
-    def _assign(self, edit: Edit, value: Any) -> Variable:
+    def _assign(self, edit: Edit, value: object) -> Variable:
         """Make one assignment; what the method that the user called returns."""
         if self._kind is VariablePlacement.ONE:
             if isinstance(value, PerReplica):
@@ -363,7 +363,7 @@ class Variable(TensorLike):
         for cell in self._cells:
             cell.write(edit, value)
 
-    def _across(self, edit: Edit, value: Any) -> Variable:
+    def _across(self, edit: Edit, value: object) -> Variable:
         """As it is: a `PerReplica` value gives each component its own, and a single one the first replica's."""
         only = updated_replica()
         if not self._components:
@@ -379,7 +379,7 @@ class Variable(TensorLike):
                 component._assign(edit, select_replica(replica, value))
         return self
 
-    def _share_of_sum(self, edit: Edit, value: Any) -> Any:
+    def _share_of_sum(self, edit: Edit, value: object) -> Any:
         """What each component has to hold so that their sum is ``value``."""
         if edit is not Edit.ASSIGN:
             raise InvalidArgumentError(
@@ -391,7 +391,7 @@ class Variable(TensorLike):
         share = to_tensor(value, self.dtype, edit.value) / self._strategy.num_replicas_in_sync
         return share.to(self.dtype)
 
-    def _in_replica(self, edit: Edit, value: Any, replica: int) -> Variable:
+    def _in_replica(self, edit: Edit, value: object, replica: int) -> Variable:
         if self._components and (self._is_on_read or self.aggregation is VariableAggregation.NONE):
             return self._components[self._replicas.index(replica)]._assign(edit, value)
         if self.aggregation is VariableAggregation.NONE:

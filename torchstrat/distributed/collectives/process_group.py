@@ -81,7 +81,7 @@ def _freeze_in_child() -> None:
 
 
 class _Work:
-    def __init__(self, communicator: ProcessGroupCommunicator, work: Any, what: str, *, by_device: bool) -> None:
+    def __init__(self, communicator: ProcessGroupCommunicator, work: object, what: str, *, by_device: bool) -> None:
         self._communicator, self._work, self._what = communicator, work, what
         self._number, self._by_device = communicator.channel.count, by_device
         communicator.channel.begun += 1
@@ -432,7 +432,7 @@ class ProcessGroupCommunicator:
         row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return [received.tolist() for received in self.all_gather(row, what)]
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         message = pickle.dumps(value)
         lengths = self._meet(message, what)
         row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
@@ -440,7 +440,7 @@ class ProcessGroupCommunicator:
         rows = self.all_gather(row, what)
         return [pickle.loads(one.numpy()[:length].tobytes()) for one, length in zip(rows, lengths, strict=True)]
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         message = pickle.dumps(value) if self.rank == source else b""
         length = self._meet(message, what)[source]
         if self.rank != source:

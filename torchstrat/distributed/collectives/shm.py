@@ -195,7 +195,7 @@ class SharedMemoryCommunicator:
             for target, block in zip(received, blocks, strict=True):
                 target[start : start + BLOCK_BYTES].copy_(block)
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         message = pickle.dumps(value)
         return [
             pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))
@@ -223,7 +223,7 @@ class SharedMemoryCommunicator:
                 collected += row[: max(0, min(length - start, BLOCK_BYTES))]
         return [bytes(collected) for collected in received]
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         message = pickle.dumps(value) if self.rank == source else b""
         told = self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))[source]
         return value if self.rank == source else pickle.loads(told)

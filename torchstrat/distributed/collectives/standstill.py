@@ -191,7 +191,7 @@ class Standstill:
         """Name, count and ``in_background`` of channels that nobody uses any more."""
         self._told: _Said | None = None
 
-    def channel(self, user: Any, name: str, ranks: Sequence[int], board: str) -> Channel:
+    def channel(self, user: object, name: str, ranks: Sequence[int], board: str) -> Channel:
         """A new one. It is forgotten some time after ``user``, who makes its calls, is gone."""
         made = self._channels[name] = Channel(name, ranks, board)
         weakref.finalize(user, self._retire, made).atexit = False
@@ -245,7 +245,7 @@ class Standstill:
             [name for name, _, in_background in known if in_background],
         )
 
-    def _failed(self, store: Any, channel: Channel) -> dict[int, str]:
+    def _failed(self, store: object, channel: Channel) -> dict[int, str]:
         """Those of the others that have told of their failure a while ago. One that goes on takes it back."""
         now = time.monotonic()
         failed = {}
@@ -261,7 +261,7 @@ class Standstill:
 class _Circle:
     """Looks for ranks each of which waits for the next one, and the last for ``rank``."""
 
-    def __init__(self, store: Any, place: str, rank: int, own: _Said) -> None:
+    def __init__(self, store: object, place: str, rank: int, own: _Said) -> None:
         self._store, self._place, self._rank, self._own = store, place, rank, own
         self._asked: set[int] = set()
 

@@ -53,7 +53,7 @@ class CutTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls, func: object, types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
     ) -> Any:
         """What PyTorch does by itself: add up the gradients of a tensor that was used twice, and the like."""
         if func is torch.ops.aten.add.Tensor and len(args) == 2 and not kwargs:
@@ -70,7 +70,7 @@ class CutTensor(DTensor):
             "of them, and a piece is not. Use replicate_to_logical_devices for the whole tensor."
         )
 
-    def redistribute(self, *_: object, **__: Any) -> Any:
+    def redistribute(self, *_: object, **__: object) -> Any:
         raise UnsupportedError(
             "redistribute() of a tensor that is cut over logical devices: use split_to_logical_devices or "
             "replicate_to_logical_devices of the strategy."
@@ -103,7 +103,7 @@ class CutTensor(DTensor):
             "replicate_to_logical_devices returns."
         )
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return self.__reduce_ex__(0)
 
 
@@ -145,7 +145,7 @@ class _NoGraph:
     """Stands in for the context of a move that nobody goes backward through."""
 
 
-def _moved(move: type[torch.autograd.Function], *args: Any) -> Any:
+def _moved(move: type[torch.autograd.Function], *args: object) -> Any:
     """Going backward: with a graph where a second derivative is wanted, else without the costs of one."""
     return move.apply(*args) if torch.is_grad_enabled() else move.forward(_NoGraph(), *args)
 
@@ -266,7 +266,7 @@ class _WithEdges(torch.autograd.Function):
         return own, None, None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
     return function.apply(*args)
 
 

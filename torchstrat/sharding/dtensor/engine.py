@@ -75,14 +75,14 @@ class _Hooks:
     def __init__(self, variables: CutVariables) -> None:
         self._variables = variables
 
-    def __deepcopy__(self, memo: Any) -> _Hooks:
+    def __deepcopy__(self, memo: object) -> _Hooks:
         return self
 
 
 class _PutTogether(_Hooks):
     """An object of its own: torch writes on it that it was registered."""
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         if self._variables.is_inside:
             raise ContextError("state_dict() of a module whose parameters are cut was called in run; call it outside.")
         for name, parameter in _cut_members(module, self._variables).items():
@@ -370,10 +370,10 @@ class LogicalReplicas:
 
     # -- replica context, and cross-replica context -----------------------------------------------------------------
 
-    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: object) -> Any:
         return self._inner.all_reduce(op, nest.map_structure(_whole, value))
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> Any:
         return self._inner.all_gather(nest.map_structure(_whole, value), axis)
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -389,25 +389,25 @@ class LogicalReplicas:
     def span_replicas(self) -> None:
         self._inner.span_replicas()
 
-    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+    def sync_batch_norm(self, layer: object, x: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
         return self._inner.reduce(op, value, axis)
 
-    def weighted_mean(self, value: Any) -> Any:
+    def weighted_mean(self, value: object) -> Any:
         return self._inner.weighted_mean(value)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         return self._inner.gather(value, axis)
 
 
-def _whole(leaf: Any) -> Any:
+def _whole(leaf: object) -> Any:
     """What the other replicas see of something in a step."""
     return whole(with_stand_ins(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _put_together(leaf: Any) -> Any:
+def _put_together(leaf: object) -> Any:
     """What a step returns is whole."""
     if not isinstance(leaf, PerReplica) or not any(isinstance(value, CutTensor) for value in leaf.values):
         return leaf

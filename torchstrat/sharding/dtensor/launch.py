@@ -49,10 +49,10 @@ class Alone:
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         return [[float(number) for number in numbers]]
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         return [value]
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         return value
 
     def subgroup(self, ranks: tuple[int, ...]) -> Alone:

@@ -158,7 +158,7 @@ def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     raise _refused(getattr(func, "__name__", str(func)), known[0].what if known else "a variable")
 
 
-def _changes_nothing(func: Any, first: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _changes_nothing(func: object, first: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it makes the tensor what it is, moves it to where it is, or writes its own values to it."""
     if func in _CASTS:
         return first.dtype == _CASTS[func]

@@ -320,7 +320,7 @@ class CutVariables:
     def _note(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> None:
         key = id(tensor)
 
-        def forget(reference: Any) -> None:
+        def forget(reference: object) -> None:
             if known.get(key) is reference:
                 del known[key]
 
@@ -349,7 +349,7 @@ class CutVariables:
         """``tensor`` is the empty whole by now."""
         key, entries = id(tensor), self._cut
 
-        def forget(reference: Any) -> None:
+        def forget(reference: object) -> None:
             if key in entries and entries[key].reference is reference:
                 del entries[key]
 
@@ -488,7 +488,7 @@ class CutVariables:
 
     # -- states of optimizers ---------------------------------------------------------------------------------------
 
-    def whole_state(self, tensor: torch.Tensor, value: Any) -> Any:
+    def whole_state(self, tensor: torch.Tensor, value: object) -> Any:
         """An entry of an optimizer's state of ``tensor``, put together if it is a piece."""
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor):
@@ -497,7 +497,7 @@ class CutVariables:
             return value
         return self._devices.whole(value, entry.cut, "optimizer.state_dict()")
 
-    def piece_of_state(self, tensor: torch.Tensor, value: Any) -> Any:
+    def piece_of_state(self, tensor: torch.Tensor, value: object) -> Any:
         """The other way round; a new tensor."""
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:

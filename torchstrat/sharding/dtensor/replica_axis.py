@@ -44,10 +44,10 @@ class FirstOfReplica:
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         return self._everyone.all_gather_numbers(numbers, what)[:: self._logical]
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         return self._everyone.all_gather_object(value, what)[:: self._logical]
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         return self._everyone.broadcast_object(value, source * self._logical, what)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
@@ -105,10 +105,10 @@ class OwnColumn:
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         return self._column.all_gather_numbers(numbers, what)
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         return self._column.all_gather_object(value, what)
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         return self._column.broadcast_object(value, source, what)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:

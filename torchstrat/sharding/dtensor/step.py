@@ -134,12 +134,12 @@ def _backend_sees_pieces() -> Iterator[None]:
                 hooks[key] = hook
 
 
-def _is_of_backend(hook: Any) -> bool:
+def _is_of_backend(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torchstrat.")
 
 
 def _on_pieces(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def on_pieces(*args: Any, **kwargs: Any) -> Any:
+    def on_pieces(*args: object, **kwargs: object) -> Any:
         with DisableTorchFunction():
             return hook(*args, **kwargs)
 

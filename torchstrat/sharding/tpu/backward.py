@@ -63,7 +63,7 @@ class LaneWeights:
             return False
         return len({row for one in self._all_passes for row in one._rows}) <= 1
 
-    def give(self, weight: Any) -> None:
+    def give(self, weight: object) -> None:
         """The step's own weights: a number, or a scalar that differs from lane to lane. Call it at the level."""
         if not isinstance(weight, torch.Tensor):
             self._given = None

@@ -208,7 +208,7 @@ class DeviceAssignment:
             mesh or without a device.
     """
 
-    def __init__(self, topology: Topology, core_assignment: Any) -> None:
+    def __init__(self, topology: Topology, core_assignment: object) -> None:
         self._topology = _checked_topology(topology)
         assignment = integers("core_assignment", core_assignment)
         if assignment.ndim != 3 or assignment.shape[-1] != MESH_RANK:
@@ -222,8 +222,8 @@ class DeviceAssignment:
     @staticmethod
     def build(
         topology: Topology | bytes,
-        computation_shape: Any = None,
-        computation_stride: Any = None,
+        computation_shape: object = None,
+        computation_stride: object = None,
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
@@ -377,7 +377,7 @@ def _in_task_order(topology: Topology, tiling: Tiling, num_replicas: int, order:
     return devices[:needed].reshape(num_replicas, tiling.cores_per_replica, MESH_RANK)
 
 
-def _checked_topology(topology: Any) -> Topology:
+def _checked_topology(topology: object) -> Topology:
     if not isinstance(topology, Topology):
         raise InvalidArgumentError(
             f"topology must be a ts.tpu.Topology; got {type(topology).__name__} {topology!r:.100}. "

@@ -157,12 +157,12 @@ _BY_VALUES = frozenset(
 _DRAWS = _IN_PLACE | _FACTORIES | _LIKE | _BY_VALUES
 
 
-def is_draw(func: Any) -> bool:
+def is_draw(func: object) -> bool:
     """Whether ``func`` may draw random numbers, or gives a tensor its first values."""
     return func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init"
 
 
-def is_fill(func: Any) -> bool:
+def is_fill(func: object) -> bool:
     """Whether a function that `is_draw` names gives its first argument other values."""
     return func in _IN_PLACE or func not in _DRAWS
 
@@ -294,5 +294,5 @@ def _is_still(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return chance == 0.0
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     return f"{getattr(func, '__name__', func)}"

@@ -25,7 +25,7 @@ _ALIASES = frozenset((torch.detach, _TENSOR.detach, _TENSOR.data.__get__))
 _NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
 
 
-def is_edit(func: Any) -> bool:
+def is_edit(func: object) -> bool:
     """Whether ``func`` writes to its first argument."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
@@ -131,7 +131,7 @@ class Edits:
             return VariableAggregation.MEAN
         return rules.aggregation_of(module, name, target, are_alike=True, training=module.training)
 
-    def make_own(self, func: Any, target: torch.Tensor) -> None:
+    def make_own(self, func: object, target: torch.Tensor) -> None:
         """Let a tensor that a step made be each replica's own from now on, as the same object."""
         with self._lanes.left("an edit in place"):
             expanded = self._lanes.stacked(target).clone()

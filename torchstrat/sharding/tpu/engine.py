@@ -128,7 +128,7 @@ def record_global_view(
     """Call ``fn`` once, on tensors of the global batch; what it returned."""
     rewrites = Rewrites(_itself, logical_devices=logical_devices)
 
-    def find(func: Any) -> Callable[..., Any] | None:
+    def find(func: object) -> Callable[..., Any] | None:
         return None if func in _LAYERS else rewrites.find(func)
 
     with enter(strategy, ReplicaContext(strategy, 0)), _GlobalMode(device, find, stream).active():
@@ -142,7 +142,7 @@ class _GlobalMode(RecordedMode):
         super().__init__(device, find)
         self._stream = stream
 
-    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
         if is_draw(func):
             self._stream.seeded_in_step()
             if kwargs.get("generator") is not None:
@@ -388,7 +388,7 @@ class SpmdReplicas:
         finally:
             self._recordings.current = None
 
-    def _record_global(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record_global(self, fn: Callable[..., Any], args: object, kwargs: object) -> Any:
         logical = self._grid.num_logical_devices
         return record_global_view(self._strategy, fn, args, kwargs, self._runtime.device, logical, self._stream)
 
@@ -410,11 +410,11 @@ class SpmdReplicas:
             self._feeder.remember_cut(recording.lanes.behind(tensor), sharding.stacked())
         return self.annotations.cut(tensor, sharding, None if recording is None else recording.lanes)
 
-    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: object) -> Any:
         recording = self._recording("all_reduce")
         return nest.map_structure(lambda leaf: recording.all_reduce(op, leaf), value)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> Any:
         recording = self._recording("all_gather")
         return nest.map_structure(lambda leaf: recording.all_gather(leaf, axis), value)
 
@@ -451,20 +451,20 @@ class SpmdReplicas:
 
     # -- cross-replica context --------------------------------------------------------------------------------------
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
         if not isinstance(value, DistributedValues):
             return reduction.reduce_plain(op, value, axis, self._num_replicas)
         if isinstance(value, LaneValues) and axis is None and op in value.totals:
             return value.totals[op]
         return reduction.reduce_components(op, self._looked_at(value), axis)
 
-    def weighted_mean(self, value: Any) -> Any:
+    def weighted_mean(self, value: object) -> Any:
         if not isinstance(value, PerReplica):
             return reduction.weighted_mean_of(value, self._num_replicas)
         weights = reduction.require_known(value.known_weights())
         return reduction.weighted_mean(self._looked_at(value), weights)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         if isinstance(value, DistributedValues):
             return reduction.gather_components(self._looked_at(value), axis)
         return reduction.gather_plain(value, axis)
@@ -476,7 +476,7 @@ class SpmdReplicas:
         return [one.cpu() if isinstance(one, torch.Tensor) else one for one in value.values]
 
 
-def _alone(call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+def _alone(call: str, payload: object, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
     """`Passes.meet` of a run with one pass."""
     return combine({0: payload})[0]
 
@@ -494,7 +494,7 @@ def _signature(fn: Callable[..., Any], passes: Sequence[Pass]) -> Signature:
 
 
 def _of_a_lane(one: Pass) -> tuple[Any, Any]:
-    def show(leaf: Any) -> Any:
+    def show(leaf: object) -> Any:
         return (
             torch.empty(leaf.tensor.shape[1:], dtype=leaf.tensor.dtype, device="meta")
             if isinstance(leaf, Stacked)

@@ -56,7 +56,7 @@ class Notes:
     def __init__(self) -> None:
         self._known: list[weakref.ref[torch.Tensor]] = []
 
-    def add(self, result: Any) -> None:
+    def add(self, result: object) -> None:
         """What an operation gave, which may be no such tensor at all."""
         if isinstance(result, torch.Tensor):
             self._known.append(weakref.ref(result))
@@ -143,7 +143,7 @@ class Lanes:
         with functorch.leave_levels() as levels:
             yield levels
 
-    def is_lane_tensor(self, value: Any) -> bool:
+    def is_lane_tensor(self, value: object) -> bool:
         """Whether ``value`` differs, or may, from lane to lane."""
         return isinstance(value, torch.Tensor) and functorch.is_batched(value)
 

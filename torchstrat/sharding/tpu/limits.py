@@ -154,7 +154,7 @@ def require_possible(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def named(error: Exception, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Exception:
+def named(error: Exception, func: object, args: object, kwargs: dict[str, Any], device: torch.device) -> Exception:
     """What ``func`` raised: the user's mistake as it is, and what only this strategy cannot do in its words.
 
     It is the user's where the same call fails without values, lanes and compiler.
@@ -195,8 +195,8 @@ def _runs_plainly(func: Any, args: Any, kwargs: dict[str, Any], device: torch.de
     return True
 
 
-def _without_values(value: Any, device: torch.device, elsewhere: str) -> Any:
-    def bare(leaf: Any) -> Any:
+def _without_values(value: object, device: torch.device, elsewhere: str) -> Any:
+    def bare(leaf: object) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device == device:
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device=elsewhere)
         return leaf

@@ -16,7 +16,7 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.sharding.tpu.limits import current_place
 
 
-def members(names: Iterable[str], *owners: Any) -> frozenset[Any]:
+def members(names: Iterable[str], *owners: object) -> frozenset[Any]:
     """What the ``owners`` (`torch`, `torch.Tensor` …) have under these names: functions, and for properties what gets
     their value. What this version of torch lacks is left out."""
     found: set[Any] = set()
@@ -81,7 +81,7 @@ def _quotient(input: Any, other: Any, *, rounding_mode: None = None) -> Any:  # 
     return input * other.conj() * squares.reciprocal()
 
 
-def _divided(input: Any, other: Any) -> Any:  # noqa: A002 - torch's name
+def _divided(input: object, other: object) -> Any:  # noqa: A002 - torch's name
     return _quotient(other, input)
 
 

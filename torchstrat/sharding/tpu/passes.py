@@ -145,7 +145,7 @@ class Passes:
         self._switch(None)
         self._helpers.end()
 
-    def meet(self, call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+    def meet(self, call: str, payload: object, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
         """See `Baton.meet`."""
 
         def then_agree(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -170,7 +170,7 @@ class Passes:
             return None
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.index is not None and not steps_own_tensors(optimizer):
             self._helpers.leave_step(optimizer) if self.index == FIRST else self._helpers.forget_state(optimizer)
             self.meet(f"{type(optimizer).__name__}.step()", None, dict.fromkeys)

@@ -193,7 +193,7 @@ class Recording:
         ids = [lane if lane in one.replicas else one.replicas[0] for lane in range(self.lanes.count)]
         return self.lanes.hide(self._feeder.stack([torch.tensor(replica) for replica in ids]))
 
-    def _collect(self, known: dict[int, torch.Tensor], leaf: Any) -> Any:
+    def _collect(self, known: dict[int, torch.Tensor], leaf: object) -> Any:
         """A result of the step as `run` returns it; what a replica assigns to a `Variable` likewise."""
         if isinstance(leaf, Given):
             value = self._collect(known, leaf.value)
@@ -220,7 +220,7 @@ class Recording:
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 
-    def all_reduce(self, op: ReduceOp, leaf: Any) -> torch.Tensor:
+    def all_reduce(self, op: ReduceOp, leaf: object) -> torch.Tensor:
         """See `ReplicaContext.all_reduce`, for one tensor."""
         tensor = as_tensor(leaf, "all_reduce")
         if tensor.dtype == torch.bool:
@@ -250,7 +250,7 @@ class Recording:
             stacked = total.unsqueeze(0).expand(self.lanes.count, *total.shape).clone()
         return self.lanes.hide(stacked)
 
-    def mean_over_replicas(self, value: Any) -> Any:
+    def mean_over_replicas(self, value: object) -> Any:
         """See `merged`, of statistics."""
         return self.merged(value, VariableAggregation.MEAN)
 
@@ -287,7 +287,7 @@ class Recording:
         normalised: torch.Tensor = normalise(x, mean, var, layer.weight, layer.bias, layer.momentum, layer.eps)
         return normalised
 
-    def all_gather(self, leaf: Any, axis: int) -> torch.Tensor:
+    def all_gather(self, leaf: object, axis: int) -> torch.Tensor:
         """See `ReplicaContext.all_gather`, for one tensor."""
 
         def combine(payloads: dict[int, tuple[tuple[int, ...], torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -320,7 +320,7 @@ class Recording:
             lambda leaf: self.lanes.hide(leaf.tensor) if isinstance(leaf, Stacked) else leaf, split
         )
 
-    def _split(self, leaf: Any, replicas: tuple[int, ...]) -> Any:
+    def _split(self, leaf: object, replicas: tuple[int, ...]) -> Any:
         """What a pass gets of a result of `merge_call`."""
         if not isinstance(leaf, DistributedValues):
             return leaf

@@ -66,7 +66,9 @@ _ALONE = members(_ALONE_NAMES, torch, torch.Tensor, F, torch.linalg)
 """Autocast leaves them as they are; under ``vmap`` they become products, which it does not."""
 
 
-def lowered(func: Any, args: Any, kwargs: dict[str, Any], device_type: str) -> tuple[Any, dict[str, Any], bool] | None:
+def lowered(
+    func: object, args: object, kwargs: dict[str, Any], device_type: str
+) -> tuple[Any, dict[str, Any], bool] | None:
     """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
     for a function that autocast finds by itself.
 
@@ -91,7 +93,7 @@ def lowered(func: Any, args: Any, kwargs: dict[str, Any], device_type: str) -> t
 
 
 def _cast(args: Any, kwargs: Any, dtype: torch.dtype, kinds: tuple[torch.dtype, ...]) -> tuple[Any, dict[str, Any]]:
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: object) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
 
     cast_args, cast_kwargs = nest.map_structure(cast, (list(args), dict(kwargs)))
@@ -165,7 +167,7 @@ class Layouts:
             if isinstance(one, torch.Tensor):
                 self._others[id(one)] = weakref.ref(one)
 
-    def _is_other(self, value: Any) -> bool:
+    def _is_other(self, value: object) -> bool:
         reference = self._others.get(id(value))
         return reference is not None and reference() is value
 
@@ -244,7 +246,7 @@ class RecordedMode(TorchFunctionMode):
                 return self._guarded(func, types, args, kwargs)
         return self._guarded(func, types, args, kwargs)
 
-    def _guarded(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _guarded(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
         if is_any_autocast_enabled():
             as_plainly = lowered(func, args, kwargs, self._device.type)
             if as_plainly is not None:
@@ -281,7 +283,7 @@ class RecordedMode(TorchFunctionMode):
             kwargs["device"] = self._device
         return func(*args, **kwargs)
 
-    def _is_pending(self, value: Any) -> bool:
+    def _is_pending(self, value: object) -> bool:
         """Whether there is no value before the step has been run. (The fake of the tests computes on the CPU.)"""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu"
 
@@ -353,19 +355,19 @@ class StepMode(RecordedMode):
                 return made
             return self._lanes.hide(self._lanes.stacked(made.detach()).clone().requires_grad_())
 
-    def _plainly(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _plainly(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
         return super()._call(func, types, args, kwargs)
 
-    def _is_pending(self, value: Any) -> bool:
+    def _is_pending(self, value: object) -> bool:
         return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
 
     def _tensor_backward(
         self,
         tensor: torch.Tensor,
-        gradient: Any = None,
+        gradient: object = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Any = None,
+        inputs: object = None,
     ) -> None:
         self._backward.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 

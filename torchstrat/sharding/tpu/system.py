@@ -164,7 +164,7 @@ class _Devices:
             )
 
 
-def _is_index(value: Any) -> TypeGuard[int]:
+def _is_index(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -205,7 +205,7 @@ def initialize_tpu_system(
     cluster_resolver: ClusterResolver | None = None,
     *,
     virtual_devices: int | None = None,
-    mesh_shape: Any = None,
+    mesh_shape: object = None,
 ) -> Topology:
     """Start the TPU runtime of this process and say which devices there are.
 
@@ -248,7 +248,7 @@ def experimental_connect_to_cluster(
     task_index: int = 0,
     protocol: str | None = None,
     make_master_device_default: bool = True,
-    cluster_device_filters: Any = None,
+    cluster_device_filters: object = None,
 ) -> None:
     """TensorFlow's way to make a TPU's devices known to the program. Does nothing here, and may be left out: the
     runtime finds the devices of its host by itself.
@@ -269,7 +269,7 @@ def the_system() -> TpuSystem:
         return _system if _system is not None else _start(None, None)
 
 
-def _start(virtual_devices: int | None, mesh_shape: Any) -> TpuSystem:
+def _start(virtual_devices: int | None, mesh_shape: object) -> TpuSystem:
     global _system
     shape = None if mesh_shape is None else checked_mesh_shape(mesh_shape)
     if virtual_devices is not None:
@@ -341,7 +341,7 @@ def _require_devices() -> None:
         raise DeviceError(f"TPUs are driven from Linux only; this is {sys.platform}.")
 
 
-def _require_same(system: TpuSystem, virtual_devices: int | None, mesh_shape: Any) -> None:
+def _require_same(system: TpuSystem, virtual_devices: int | None, mesh_shape: object) -> None:
     topology = system.topology
     wanted = None if mesh_shape is None else checked_mesh_shape(mesh_shape)
     devices = system.runtime.num_devices

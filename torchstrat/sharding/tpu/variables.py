@@ -122,7 +122,7 @@ class DeviceVariables:
         """Cut a variable, now and for as long as it lives; its optimizer state follows."""
         key, known = id(tensor), self._shardings
 
-        def forget(reference: Any) -> None:
+        def forget(reference: object) -> None:
             if key in known and known[key][0] is reference:
                 del known[key]
 

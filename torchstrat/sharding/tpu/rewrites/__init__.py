@@ -80,7 +80,7 @@ class Rewrites:
             torch.instance_norm: batch.torch_instance_norm,
         }
 
-    def find(self, func: Any) -> Function | None:
+    def find(self, func: object) -> Function | None:
         """What to call instead of ``func``, as a `torch.overrides.TorchFunctionMode` gets it; None for ``func``.
 
         It is called with the arguments of ``func``, outside of the mode.

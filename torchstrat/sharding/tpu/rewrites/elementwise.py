@@ -46,7 +46,7 @@ def functions() -> dict[Any, Callable[..., Tensor]]:
 def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """In place of a copy: the gradient needs what was there."""
 
-    def stored(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 - torch's name
+    def stored(input: Tensor, *args: object, **kwargs: object) -> Tensor:  # noqa: A002 - torch's name
         return input.copy_(function(input.clone(), *args, **kwargs))
 
     return stored

@@ -261,7 +261,7 @@ def norm(
     return result if out is None else out.copy_(result)
 
 
-def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: object = None) -> Tensor:
     """`torch.cdist`. ``x1``: ``(…, P, M)``, ``x2``: ``(…, R, M)``."""
     if x1.dim() < 2 or x2.dim() < 2 or x1.shape[-1] != x2.shape[-1] or p < 0:
         return torch.cdist(x1, x2, p)  # raises
@@ -297,12 +297,12 @@ def fill_diagonal_(input: Tensor, fill_value: complex, wrap: bool = False) -> Te
     return input.copy_(torch.where(places, torch.full((), fill_value, dtype=input.dtype, device=input.device), input))
 
 
-def eigh(A: Tensor, UPLO: str = "L", *, out: Any = None) -> Any:  # noqa: N803 - torch's names
+def eigh(A: Tensor, UPLO: str = "L", *, out: object = None) -> Any:  # noqa: N803 - torch's names
     """`torch.linalg.eigh`, whose ``UPLO`` the compiler does not see."""
     return torch.linalg.eigh(_lower(A, UPLO), out=out)
 
 
-def eigvalsh(A: Tensor, UPLO: str = "L", *, out: Any = None) -> Any:  # noqa: N803 - torch's names
+def eigvalsh(A: Tensor, UPLO: str = "L", *, out: object = None) -> Any:  # noqa: N803 - torch's names
     """`torch.linalg.eigvalsh`."""
     return torch.linalg.eigvalsh(_lower(A, UPLO), out=out)
 

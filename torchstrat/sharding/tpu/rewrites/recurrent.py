@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.nn import functional as F
@@ -64,7 +64,7 @@ def rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 def refuse(layer: str) -> Callable[..., NoReturn]:
     """What stands for a function over whole sequences."""
 
-    def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
+    def refused(*_args: object, **_kwargs: object) -> NoReturn:
         raise UnsupportedError(
             f"{layer} cannot run replica by replica on a TPU, since torch.vmap has no rule for it; run the step with "
             f"ts.RunOptions(global_view=True), or loop over {layer}Cell."
