@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import graphlib
 import json
 import os
 import textwrap
@@ -138,3 +139,12 @@ def test_the_collector_is_afterwards_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    """Also none within a function, or for types alone. `scripts/check` has the directions between rooms."""
+    grimp = pytest.importorskip("grimp", reason="of the extra dev")
+    graph = grimp.build_graph("torchstrat", cache_dir=None)
+    imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    imports["torchstrat"].remove("torchstrat.testing")  # for types: it is found at first use, and uses public names
+    graphlib.TopologicalSorter(imports).prepare()
