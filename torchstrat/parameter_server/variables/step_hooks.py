@@ -27,7 +27,8 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import is_listed, own_step, wrapped_by
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.closure_walk import functions_of, names_in
-from torchstrat.parameter_server.serialization.functions import Packed, pack
+from torchstrat.parameter_server.serialization.functions import pack
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 
 STEP_HOOKS = "step hooks"
 """Of the settings' keys: (this, token of an optimizer) → `Packed` of `tables_of` it and its `own_step`."""

@@ -25,8 +25,9 @@ from torchstrat.parameter_server.dispatch import (
     Options,
 )
 from torchstrat.parameter_server.messages import Gone, SetAttributes
-from torchstrat.parameter_server.serialization.functions import Packed, unpack
+from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
 from torchstrat.parameter_server.variables.step_hooks import STEP_HOOKS
