@@ -33,6 +33,8 @@ CHOSEN = [
     "func_grad",
     "uneven_batches_clipped",
     "sum_loss_uneven",
+    "weights_exchanged_as_a_vector_uneven",
+    "parameter_decay_through_data_uneven",
     "all_gather_in_step",
     "all_reduce_sum_in_step_uneven",
 ]
@@ -61,6 +63,7 @@ IN_SOAK = {
     "transformer_encoder",  # half a minute: test_training.py trains a Transformer's layer too, and cuts its weights
     "all_reduce_sum_in_step_uneven",  # compiled for each number of rows, as uneven_batches_clipped is
     "sum_loss_uneven",
+    "parameter_decay_through_data_uneven",
 }
 
 

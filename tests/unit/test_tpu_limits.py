@@ -29,6 +29,7 @@ from torchstrat.sharding.tpu import limits
 
 X = own([[1.0, 2.0]], [[3.0, 0.0]])
 UNEVEN = rows_of((2, 1), columns=2)
+UNLIKE = [[1.0, 2.0], [4.0, 5.0]], [[3.0, 0.0]]
 PLACE = rf".*{re.escape(__file__)}:\d+"
 GLOBAL = ts.RunOptions(global_view=True)
 OUTSIDE = torch.zeros(2)
@@ -203,6 +204,7 @@ WITH_ROWS: list[tuple[type[Exception], str, Any, ts.RunOptions | None, Step]] = 
         None,
         lambda _, x: here().all_reduce("sum", x.sum()) if len(x) == 2 else x,
     ),
+    (UnsupportedError, rf"checkpoint{PLACE}", own(*UNLIKE), None, partial(checkpointed, use_reentrant=False)),
     (StructureMismatchError, "the same structure", UNEVEN, None, lambda made, x: [x] * len(x)),
     (UnsupportedError, "momentum=None counts batches on the host", UNEVEN, None, lambda made, x: made.norm(x)),
     *((ContextError, "a step sees all replicas' rows already", X, GLOBAL, step) for step in JOINED),

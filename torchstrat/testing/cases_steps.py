@@ -245,6 +245,7 @@ def edited_before_the_others_have_finished_backward() -> Training:
 
 _every_third = partial(accumulation, on=frozenset(index for index in range(STEPS - 1) if index % 3 != 2), lr=0.1)
 _summed = partial(accumulation, torch.sum, lr=0.02)
+_uneven = partial(regression, (8, 12, 5, 7, 9))
 _idle, _also_idle = partial(regression, IDLE_ROWS), partial(regression, ALSO_IDLE_ROWS)
 
 CASES = (
@@ -261,10 +262,12 @@ CASES = (
     Case("parameter_decay_first", partial(edited_parameters, before=scale)),
     Case("parameter_decay_last", partial(edited_parameters, after=scale)),
     Case("parameter_decay_through_data", partial(edited_parameters, _decay_data, _decay_data)),
+    Case("parameter_decay_through_data_uneven", partial(edited_parameters, _decay_data, _decay_data), _uneven),
     Case("parameter_decay_between_through_data", partial(edited_gradients, _decay_data)),
     Case("parameter_decay_between", partial(edited_gradients, scale)),
     Case("parameter_clamp", partial(edited_parameters, after=_clamp)),
     Case("weights_exchanged_as_a_vector", partial(edited_parameters, after=_exchange_as_a_vector)),
+    Case("weights_exchanged_as_a_vector_uneven", partial(edited_parameters, after=_exchange_as_a_vector), _uneven),
     Case("zero_grad_to_none", partial(zero_grad, True)),
     Case("zero_grad_to_zero", partial(zero_grad, False)),
     Case("zero_grad_of_model", partial(zero_grad, True, with_model=True)),
@@ -280,7 +283,7 @@ CASES = (
         no_sync_within_the_step,
         no_sync_up_to_the_next_run,
         stepped_outside_of_runs,
-        batches=partial(regression, (8, 12, 5, 7, 9)),
+        batches=_uneven,
     ),
     *named(edited_before_the_others_have_finished_backward, gradient_reduce_op="sum"),
 )

@@ -45,11 +45,15 @@ class Edits:
         backward: LaneBackward,
         registry: VariableRegistry,
         merged: Callable[[Any, VariableAggregation, torch.Tensor], Any],
+        expose: Callable[[torch.Tensor], None],
         differing: DifferingEdits,
     ) -> None:
-        """``merged``: over all replicas, of a buffer that they have changed differently, and that was so before."""
+        """``merged``: over all replicas, of a buffer that they have changed differently, and that was so before.
+
+        ``expose``: told of a tensor whose ``data`` the step asks for, or replaces."""
         self._lanes, self._backward, self._registry, self._merged = lanes, backward, registry, merged
         self._differing = differing
+        self.expose = expose
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._aliased: dict[int, weakref.ref[torch.Tensor]] = {}
 

@@ -33,13 +33,13 @@ from torchstrat.sharding.annotations import Assignments
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.sharding.tpu import lane_values
-from torchstrat.sharding.tpu.backward import LaneWeights, Meet
+from torchstrat.sharding.tpu.backward import LaneWeights
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
 from torchstrat.sharding.tpu.draws import RandomStream, is_draw, is_fill, on_host
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LanePlacement, LaneValues, Pass, Stacked, global_inputs
 from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import refused_program
-from torchstrat.sharding.tpu.passes import Passes
+from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.recording import Recording
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
@@ -359,25 +359,25 @@ class SpmdReplicas:
             require = partial(weights.of_gradients, self.gradient_op, one.replicas[0])
             LaneWeights(lanes, self.gradient_op, rows, all_weights, require)
         if len(passes) == 1:
-            result = self._record(fn, passes[0], all_weights[0], _alone)
+            result = self._record(fn, passes[0], all_weights[0], Alone())
             if len(passes[0].replicas) > 1 or self._num_replicas == 1:
                 return result
             return regroup({passes[0].replicas[0]: result}, is_all=False)  # its numbers are its own, as everywhere
         together = Passes(self.registry, len(passes), self._threads)
 
         def body(index: int) -> Any:
-            return self._record(fn, passes[index], all_weights[index], together.meet)
+            return self._record(fn, passes[index], all_weights[index], together)
 
         return lane_values.join_passes(together.run(body), [one.replicas for one in passes])
 
-    def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, meet: Meet) -> Any:
+    def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, passes: Passes | Alone) -> Any:
         recording = Recording(
             self._strategy,
             self.registry,
             self._feeder,
             self._num_replicas,
             weights,
-            meet,
+            passes,
             self._grid.num_logical_devices,
             self._stream,
             self._differing,
@@ -474,11 +474,6 @@ class SpmdReplicas:
         if self._recordings.current is not None:
             return list(value.values)
         return [one.cpu() if isinstance(one, torch.Tensor) else one for one in value.values]
-
-
-def _alone(call: str, payload: object, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
-    """`Passes.meet` of a run with one pass."""
-    return combine({0: payload})[0]
 
 
 def _signature(fn: Callable[..., Any], passes: Sequence[Pass]) -> Signature:

@@ -9,7 +9,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -130,6 +131,18 @@ def explained(error: Exception, place: str | None = None) -> Exception:
             meaning = limit.meaning.format(found[1], view=GLOBAL_VIEW)
             return UnsupportedError(f"{meaning} It is at {place or place_of(error)}. (PyTorch said: {text[:200]})")
     return error
+
+
+@contextmanager
+def explaining(place: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """In this block errors of PyTorch's become what they mean, as `explained`."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        reason = explained(error, place())
+        if reason is error:
+            raise
+        raise reason from error
 
 
 _ONLY_ELSEWHERE = {"fused": "its kernels are those of other devices", "capturable": "it is for CUDA graphs"}

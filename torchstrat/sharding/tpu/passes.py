@@ -5,7 +5,8 @@ pass; the passes run the step one after the other and meet where replicas do: at
 optimizer's step, in collectives. All of them are recorded into one program.
 
 The first pass works on the variables; the others on values that are put back when their turn is over, so that what a
-step does to variables and gradients by hand is done once.
+step does to variables and gradients by hand is done once. Optimizers step in the first pass; the others evaluate a
+closure whenever that step does.
 """
 
 from __future__ import annotations
@@ -13,27 +14,46 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchstrat.core._torch_private import set_version_counters
+from torchstrat.core._torch_private import set_version_counters, untouched_by_surroundings
 from torchstrat.core.optimizers import be_idle, make_stand_in
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
+from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
+from torchstrat.sharding.tpu.limits import current_place, explaining
 
 FIRST = 0
 HOST = torch.device("cpu")
 
 
+Combine = Callable[[dict[int, Any]], dict[int, Any]]
+
+
+class Alone:
+    """In the place of `Passes`, for a run with one."""
+
+    @staticmethod
+    def meet(call: str, payload: Any, combine: Combine) -> Any:
+        return combine({FIRST: payload})[FIRST]
+
+    @staticmethod
+    def expose(tensor: torch.Tensor) -> None:
+        pass
+
+
 @dataclass
 class _Held:
-    """One variable or buffer. ``agreed…``: as of the last meeting; ``first…``: as the first pass left it."""
+    """One variable or buffer. ``agreed…``: as of the last meeting; ``first…``: as the first pass left it;
+    ``first_memory``: the first pass's, while another one has memory of its own."""
 
     tensor: torch.Tensor
     agreed: torch.Tensor
@@ -42,58 +62,109 @@ class _Held:
     first: torch.Tensor | None = None
     first_version: int = 0
     first_grad: torch.Tensor | None = None
+    first_memory: torch.Tensor | None = None
     entered_version: int = 0
+
+    def give_back(self) -> None:
+        """The memory that passes share has again what the first one left there."""
+        if self.first is not None or self.tensor._version != self.entered_version:
+            _overwrite(self.tensor, self.agreed if self.first is None else self.first, self.first_version)
+        self.first = None
+
+    def lend(self, own: torch.Tensor, version: int) -> None:
+        """``own``: memory that has the other pass's values; no longer the first one's."""
+        self.first_memory = self.tensor.data
+        self.tensor.data = own
+        set_version_counters([self.tensor], [version])
 
 
 class _Values:
-    """The variables of a run with several passes."""
+    """The variables of a run with several passes.
+
+    Edits in place are told by versions. Where a pass has asked for a variable's ``data``, which tells nobody of edits
+    and can be replaced, every pass has memory of its own.
+    """
 
     def __init__(self, registry: VariableRegistry) -> None:
         self._registry = registry
-        self._held: list[_Held] = []
-        self._is_first = True
+        self._held: dict[int, _Held] = {}  # by id
+        self._turn = FIRST
+        self._exposed: set[int] = set()
+        self._own: dict[tuple[int, int], torch.Tensor] = {}  # memory, by pass and id
 
     def agree(self) -> None:
         """All passes stand still: what is there now is what each of them goes on with."""
         buffers = [slot.tensor for slot in self._registry.buffer_slots()]
         tensors = [*self._registry.tensors(), *(buffer for buffer in buffers if buffer is not None)]
-        self._held = [
-            _Held(one, one.detach().clone(), one._version, None if one.grad is None else one.grad.detach().clone())
-            for one in tensors
-        ]
+        with untouched_by_surroundings():
+            self._held = {
+                id(one): _Held(one, one.detach().clone(), one._version, None if one.grad is None else _copy(one.grad))
+                for one in tensors
+            }
 
     def forget(self) -> None:
         """The run is over."""
-        self._held = []
+        self._held, self._exposed, self._own = {}, set(), {}
 
-    def enter_other(self) -> None:
+    def expose(self, tensor: torch.Tensor) -> None:
+        """The pass whose turn it is asks for ``tensor.data``, or replaces it."""
+        held = self._held.get(id(tensor))
+        if held is None:
+            return
+        self._exposed.add(id(tensor))
+        if self._turn != FIRST and held.first_memory is None:
+            with untouched_by_surroundings():
+                own, version = tensor.detach().clone(), tensor._version
+                held.give_back()
+                held.lend(own, version)
+
+    def enter_other(self, turn: int) -> None:
         """A pass that is not the first begins its turn."""
-        self._is_first = False
-        for held in self._held:
-            tensor = held.tensor
-            held.first_version, held.first_grad = tensor._version, tensor.grad
-            held.first = None
-            if held.first_version != held.agreed_version:
-                held.first = tensor.detach().clone()
-                _overwrite(tensor, held.agreed, held.agreed_version)
-            held.entered_version = tensor._version
-            tensor.grad = None if held.agreed_grad is None else held.agreed_grad.clone()
+        self._turn = turn
+        with untouched_by_surroundings():
+            for held in self._held.values():
+                tensor = held.tensor
+                held.first_version, held.first_grad = tensor._version, tensor.grad
+                if id(tensor) in self._exposed:
+                    held.lend(self._memory_of(held), held.agreed_version)
+                elif held.first_version != held.agreed_version:
+                    held.first = tensor.detach().clone()
+                    _overwrite(tensor, held.agreed, held.agreed_version)
+                held.entered_version = tensor._version
+                tensor.grad = None if held.agreed_grad is None else _copy(held.agreed_grad)
+
+    def _memory_of(self, held: _Held) -> torch.Tensor:
+        """The pass's own, which it may have aliases of, with the values that were agreed upon."""
+        own = self._own.get((self._turn, id(held.tensor)))
+        if own is None or (own.shape, own.dtype) != (held.agreed.shape, held.agreed.dtype):
+            return held.agreed.clone()
+        return own.copy_(held.agreed)
 
     def leave_other(self) -> None:
         """Its turn is over: everything is as the first pass left it."""
-        if self._is_first:
+        turn, self._turn = self._turn, FIRST
+        if turn == FIRST:
             return
-        self._is_first = True
-        for held in self._held:
-            tensor = held.tensor
-            if held.first is not None or tensor._version != held.entered_version:
-                _overwrite(tensor, held.agreed if held.first is None else held.first, held.first_version)
-            tensor.grad = held.first_grad
+        with untouched_by_surroundings():
+            for held in self._held.values():
+                tensor = held.tensor
+                if held.first_memory is None:
+                    held.give_back()
+                else:
+                    self._own[turn, id(tensor)] = tensor.data
+                    tensor.data, held.first_memory = held.first_memory, None
+                    set_version_counters([tensor], [held.first_version])
+                tensor.grad = held.first_grad
+
+
+def _copy(gradient: torch.Tensor) -> torch.Tensor:
+    """With its graph, if it has one: the step may differentiate it."""
+    with torch.enable_grad():
+        return gradient.clone() if gradient.requires_grad else gradient.detach().clone()
 
 
 def _overwrite(tensor: torch.Tensor, value: torch.Tensor, version: int) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)
+    tensor.copy_(value)
     set_version_counters([tensor], [version])
 
 
@@ -104,6 +175,7 @@ class Passes:
         self._registry, self._count = registry, count
         self._values = _Values(registry)
         self._helpers = ComponentHelpers()
+        self._in_progress = StepInProgress()  # the first pass's
         self._installed = FIRST
         self._baton = Baton(range(count), threads, self._switch)
         self._local = threading.local()
@@ -145,15 +217,20 @@ class Passes:
         self._switch(None)
         self._helpers.end()
 
-    def meet(self, call: str, payload: object, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+    def meet(self, call: str, payload: Any, combine: Combine) -> Any:
         """See `Baton.meet`."""
 
         def then_agree(payloads: dict[int, Any]) -> dict[int, Any]:
-            results = combine(payloads)
+            with explaining(current_place):
+                results = combine(payloads)
             self._values.agree()
             return results
 
         return self._baton.meet(call, payload, then_agree)
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """A step asks for ``tensor.data``, or replaces it."""
+        self._values.expose(tensor)
 
     def _switch(self, index: int | None) -> None:
         self._values.leave_other()
@@ -163,14 +240,63 @@ class Passes:
             self._helpers.install(wanted)
             self._installed = wanted
         if wanted != FIRST:
-            self._values.enter_other()
+            self._values.enter_other(wanted)
+
+    # -- steps of optimizers ----------------------------------------------------------------------------------------
+
+    def _is_everyones(self, optimizer: Optimizer) -> bool:
+        """Whether the step is one that every pass makes, and not a part of another step."""
+        return self.index is not None and not self._in_progress.is_around() and not steps_own_tensors(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self.index in (None, FIRST) or steps_own_tensors(optimizer):
-            return None
-        return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
+        if self._baton.holder is None or not self._is_everyones(optimizer):
+            return None  # without a holder all stand still, and what is done, as in a hook of backward, is done once
+        closure, name = closure_of(args, kwargs), _name_of(optimizer)
+        if self.index == FIRST:
+            self._helpers.enter_step(optimizer)
+            self._in_progress.begin()
+            return closure and with_closure(optimizer, partial(self._lead, optimizer, closure), args, kwargs)
+        if closure is None:
+            return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
+        losses = []
+        with torch.enable_grad():
+            while self._is_evaluated(name, None):
+                losses.append(closure())
+        loss = losses[0] if losses else None
+        return with_closure(be_idle(make_stand_in(optimizer), loss), lambda: loss, args, kwargs)
 
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self.index is not None and not steps_own_tensors(optimizer):
-            self._helpers.leave_step(optimizer) if self.index == FIRST else self._helpers.forget_state(optimizer)
-            self.meet(f"{type(optimizer).__name__}.step()", None, dict.fromkeys)
+    def _lead(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """An evaluation that the first pass's step asks for: every pass makes it."""
+        frame, self._in_progress.frame = self._in_progress.frame, None
+        self._helpers.leave_step(optimizer)
+        self._is_evaluated(_name_of(optimizer), True)
+        loss = closure()
+        self._helpers.enter_step(optimizer)
+        self._in_progress.frame = frame
+        return loss
+
+    def _is_evaluated(self, name: str, is_wanted: bool | None) -> bool:
+        """Whether the first pass, which says so, wants the closure evaluated."""
+        wanted: bool = self.meet(
+            f"{name} with a closure", is_wanted, lambda payloads: dict.fromkeys(payloads, payloads[FIRST])
+        )
+        return wanted
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._baton.holder is None:
+            self._helpers.leave_step(optimizer)
+            return
+        if not self._is_everyones(optimizer):
+            return
+        if self.index == FIRST:
+            self._in_progress.end()
+            self._helpers.leave_step(optimizer)
+            if closure_of(args, kwargs) is not None:
+                self._is_evaluated(_name_of(optimizer), False)
+        else:
+            self._helpers.forget_state(optimizer)
+        self.meet(_name_of(optimizer), None, dict.fromkeys)
+
+
+def _name_of(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__name__}.step()"

@@ -23,12 +23,13 @@ from torchstrat.core.values import DistributedValues, PerReplica
 from torchstrat.core.variable.storage import Given
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
-from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights, Meet
+from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights
 from torchstrat.sharding.tpu.draws import Draws, RandomStream
 from torchstrat.sharding.tpu.edits import Edits
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LaneValues, Pass, Stacked, join_passes
 from torchstrat.sharding.tpu.lanes import Lanes
-from torchstrat.sharding.tpu.limits import explained, refused_program
+from torchstrat.sharding.tpu.limits import explaining, refused_program
+from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.step_mode import StepMode
 
@@ -131,7 +132,7 @@ class Recording:
 
     Args:
         known: ids of objects that a step may return and that are one for all replicas.
-        meet: how the passes of the run do something together.
+        passes: of the run.
         logical_devices: of each replica.
         stream: of random numbers.
         differing: says once what replicas have changed differently.
@@ -144,14 +145,14 @@ class Recording:
         feeder: Feeder,
         num_replicas: int,
         weights: LaneWeights,
-        meet: Meet,
+        passes: Passes | Alone,
         logical_devices: int,
         stream: RandomStream,
         differing: DifferingEdits,
     ) -> None:
         self._stream, self._differing = stream, differing
         self._strategy, self._registry, self._feeder = strategy, registry, feeder
-        self._num_replicas, self._meet = num_replicas, meet
+        self._num_replicas, self._passes, self._meet = num_replicas, passes, passes.meet
         self.weights, self.lanes = weights, weights.lanes
         self._inputs: dict[int, torch.Tensor] = {}
         self._together = CrossLanes(self.lanes, weights)
@@ -162,7 +163,7 @@ class Recording:
         lanes = self.lanes
         known = _known_objects(self._registry, one)
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
-        self._edits = edits = Edits(lanes, backward, self._registry, self.merged, self._differing)
+        self._edits = edits = Edits(lanes, backward, self._registry, self.merged, self._passes.expose, self._differing)
         draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
         mode = StepMode(lanes, backward, edits, draws, self._rewrites, device)
         with lanes.entered():
@@ -172,14 +173,8 @@ class Recording:
             )
             self._inputs = {id(leaf): leaf for leaf in nest.leaves((args, kwargs)) if lanes.is_lane_tensor(leaf)}
             context = ReplicaContext(self._strategy, self._replica_id(one))
-            try:
-                with enter(self._strategy, context), mode.active():
-                    returned = fn(*args, **kwargs)
-            except (RuntimeError, AttributeError) as error:
-                reason = explained(error)
-                if reason is error:
-                    raise
-                raise reason from error
+            with explaining(), enter(self._strategy, context), mode.active():
+                returned = fn(*args, **kwargs)
             with lanes.left("run"):
                 try:
                     return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)

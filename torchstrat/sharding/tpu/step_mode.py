@@ -320,6 +320,7 @@ class StepMode(RecordedMode):
             torch.Tensor.__getitem__: self._get_item,
             torch.Tensor.detach_: self._detach_,
             _DATA.__get__: self._data,
+            _DATA.__set__: self._set_data,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -391,9 +392,14 @@ class StepMode(RecordedMode):
     def _data(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._lanes.is_lane_tensor(tensor):
             return tensor.detach()
+        self._edits.expose(tensor)
         data = tensor.data
         self._edits.note_result(_DATA.__get__, (tensor,), data)
         return data
+
+    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        self._edits.expose(tensor)
+        tensor.data = data
 
     def _detach_(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._lanes.is_lane_tensor(tensor):
