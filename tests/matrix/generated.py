@@ -16,6 +16,7 @@ from tests.matrix.table import assert_close
 from torchstrat.errors import TorchstratError
 from torchstrat.testing import Workers
 from torchstrat.testing.fake_cluster import FakeCluster
+from torchstrat.testing.fake_tpu import fake_tpu_strategy
 from torchstrat.testing.training import dtype_and_seed
 
 Numbers = dict[str, torch.Tensor]
@@ -55,6 +56,7 @@ PLACES: Mapping[str, Place] = {
     "two logical devices": Place(
         "ts.MirroredStrategy(logical_devices_per_replica=2, gradient_reduce_op=REDUCE_OP, sharding_rules=RULES)", 2
     ),
+    "tpu x2, computed on the CPU": Place("fake_tpu_strategy(2, gradient_reduce_op=REDUCE_OP)"),
     "servers in memory": Place("cluster.strategy(None, rows_only=False)", needs="FakeCluster(workers=1, ps=2)"),
     "servers in processes": Place(
         "ts.ParameterServerStrategy(cluster.resolver, rows_only=False)",
@@ -66,6 +68,7 @@ _FOOTER = """
 
 if __name__ == "__main__":  # {launch}
     from torchstrat.testing.fake_cluster import FakeCluster
+    from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
     torch.set_default_dtype(torch.float64)
     wanted = train()
@@ -105,8 +108,9 @@ def move_by_one_ulp(model: torch.nn.Module, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            away = torch.where(torch.randint(0, 2, p.shape, generator=draw) > 0, torch.inf, -torch.inf).to(p.dtype)
-            p.copy_(p.nextafter(away))
+            real = torch.view_as_real(p) if p.is_complex() else p
+            away = torch.where(torch.randint(0, 2, real.shape, generator=draw) > 0, torch.inf, -torch.inf)
+            real.copy_(real.nextafter(away.to(real.dtype)))
 
 
 @contextlib.contextmanager
@@ -134,7 +138,7 @@ def here(source: str, place: str, cluster: Any = None) -> Numbers | str:
     with dtype_and_seed(torch.float64, 0), quiet(), contextlib.ExitStack() as stack:
         if where.needs and cluster is None:
             cluster = stack.enter_context(eval(where.needs, names | {"FakeCluster": FakeCluster}))
-        strategy = eval(where.strategy, names | {"cluster": cluster})
+        strategy = eval(where.strategy, names | {"cluster": cluster, "fake_tpu_strategy": fake_tpu_strategy})
         try:
             return names["train"](strategy)  # type: ignore[no-any-return]
         except TorchstratError as error:

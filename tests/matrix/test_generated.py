@@ -19,12 +19,26 @@ from tests.matrix.generator import Program, drawn, programs
 SERVERS = "servers in memory"
 REAL_SERVERS = "servers in processes"
 LOGICAL = "two logical devices"
-MAY_REFUSE = (SERVERS, REAL_SERVERS, LOGICAL)
+TPU = "tpu x2, computed on the CPU"
+MAY_REFUSE = (SERVERS, REAL_SERVERS, LOGICAL, TPU)
 """Where an error of ours is an answer: closures, hooks on parameters, operators that are not proven and the like."""
 ALWAYS = ("one_device", "mirrored x2", "mirrored x3", "central_storage x2", SERVERS)
 OTHERS = tuple(place for place in PLACES if place not in ALWAYS and place != REAL_SERVERS)
 COUNT, SOAK_COUNT, SOAK_PARTS = 60, 2000, 20
 
+
+ONCE_WRONG_ON_TPU = {
+    "weights set through data by replicas of which each has other rows": drawn(
+        after="weights set through data", rows=(3, 5)
+    ),
+    "gradients with graphs that these differentiate": drawn(backward="create_graph", rows=(3, 5)),
+    "steps in their backward passes": drawn(update="in hooks", rows=(3, 5)),
+    "their closure for an optimizer of a class of one's own": drawn(
+        update="closure", optimizer="Decaying", rows=(3, 5)
+    ),
+    "one that wraps another": drawn(optimizer="Lookahead", rows=(3, 5)),
+}
+"""None of these is refused there."""
 
 ONCE_WRONG = {
     "a closure that assigns gradients of a sum": drawn(loss="sum", backward="autograd.grad", update="closure"),
@@ -65,6 +79,7 @@ ONCE_WRONG = {
     "hooks of steps that are called within another step": drawn(
         backward="autograd.grad", optimizer="Decaying", groups="two rates", after="weights clamped by step hooks"
     ),
+    **ONCE_WRONG_ON_TPU,
 }
 """What drawn programs have shown and was repaired, by what it was about."""
 
@@ -125,11 +140,18 @@ def test_random_programs_on_servers_in_processes() -> None:
 
 @pytest.mark.parametrize("name", ONCE_WRONG)
 @pytest.mark.parametrize(
-    "place", ["mirrored x2", "central_storage x3", "torchrun mirrored", "torchrun central_storage", SERVERS]
+    "place",
+    ["mirrored x2", "central_storage x3", "torchrun mirrored", "torchrun central_storage", SERVERS, TPU],
 )
 def test_what_was_wrong_once(name: str, place: str, runner: Runner) -> None:
     torch.optim.SGD([torch.empty(0)])  # from now on PyTorch's hooks are around its step
     assert not wrong_in(ONCE_WRONG[name], place, runner)
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG_ON_TPU)
+def test_what_was_wrong_once_is_right_on_tpu(name: str, runner: Runner) -> None:
+    source = ONCE_WRONG_ON_TPU[name].source
+    assert not complaint(source, TPU, runner.run, plain(source))
 
 
 def test_a_wrong_program_is_shown_as_a_script(runner: Runner) -> None:
