@@ -256,6 +256,13 @@ def test_a_running_mean_that_half_precision_cannot_hold() -> None:
     close(running, x[0].float().mean(dim=0), 1e-6)
 
 
+@pytest.mark.parametrize("n", [4, 6, 250])
+def test_ends_of_a_spectrum_are_real(n: int) -> None:
+    """To the last bit, as PyTorch's are: a gradient that is nothing but rounding has a sign."""
+    spectrum = REWRITES.find(torch.fft.rfft)(torch.randn(3, n))  # type: ignore[misc]
+    assert not spectrum.imag[:, [0, -1]].any()
+
+
 def test_activations_in_place() -> None:
     for func in (F.elu, F.celu, F.selu):
         x = draws(4, 5)

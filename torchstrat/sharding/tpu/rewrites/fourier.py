@@ -126,7 +126,9 @@ def _waves(rows: int, columns: int, n: int, like: torch.Tensor) -> tuple[torch.T
     # Of whole turns nothing is left: products of large numbers would lose the digits that count.
     part = (row.unsqueeze(1) * column) % n
     angle = part.to(like.dtype) * (2.0 * math.pi / n)
-    return torch.cos(angle), torch.sin(angle)
+    # Of half turns it is 0, and sin(π) is not: optimizers that go by signs would step by what is no gradient.
+    sine = torch.where(2 * part % n == 0, torch.zeros_like(angle), torch.sin(angle))
+    return torch.cos(angle), sine
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
