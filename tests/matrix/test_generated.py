@@ -36,6 +36,10 @@ ONCE_WRONG_ON_TPU = {
     "their closure for an optimizer of a class of one's own": drawn(
         update="closure", optimizer="Decaying", rows=(3, 5)
     ),
+    "hooks of parameters that clamp what is differentiated by hand": drawn(
+        backward="autograd.grad", hook="tensor hooks that clamp"
+    ),
+    "spectra whose ends have no imaginary part": drawn(blocks=("spectrum",), optimizer="Rprop"),
     "one that wraps another": drawn(optimizer="Lookahead", rows=(3, 5)),
 }
 """None of these is refused there."""

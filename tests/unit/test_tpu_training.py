@@ -262,6 +262,16 @@ def hooks_on_activations(layer: nn.Linear, x: torch.Tensor) -> Any:
     return out.detach(), looked[0]
 
 
+def hooks_on_activations_of_own_gradients(layer: nn.Linear, x: torch.Tensor) -> Any:
+    """Each is given one replica's gradient, and what it adds belongs to that replica."""
+    out = layer(x)
+    out.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) + out.detach() * 0.01)
+    inner = layer(out.tanh()[:, :1] * x)
+    inner.register_hook(lambda gradient: gradient * gradient)
+    found = grad(inner.square().mean(), [layer.weight, out, layer.bias], create_graph=True)
+    return [one.detach() for one in (*found, *grad(found[0].square().sum(), [layer.bias]))]
+
+
 def backward_with_arguments(layer: nn.Linear, x: torch.Tensor) -> Any:
     layer.zero_grad()
     layer(x).square().mean().backward(inputs=[layer.bias])
@@ -301,7 +311,7 @@ def leaves_of_the_step(layer: nn.Linear, x: torch.Tensor) -> Any:
 GRADIENTS = [
     leaves_of_the_step,
     *(by_autograd_grad, penalty, of_inputs_by_backward, hooks_on_activations, backward_with_arguments),
-    by_transforms,
+    *(by_transforms, hooks_on_activations_of_own_gradients),
 ]
 
 
@@ -485,6 +495,26 @@ def test_hooks_of_parameters_see_the_combined_gradient_once(counts: tuple[int, .
     torch.testing.assert_close(hooked[0], expected)
     torch.testing.assert_close(accumulated[0], 10 * expected)
     torch.testing.assert_close(layer.weight.grad, 10 * expected)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 0)])
+def test_hooks_of_parameters_see_the_combined_gradient_of_autograd_grad(counts: tuple[int, ...], op: str) -> None:
+    def program(strategy: ts.Strategy) -> Any:
+        with strategy.scope():
+            layer = nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        layer.weight.register_hook(lambda gradient: gradient * gradient + 0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            losses = layer(x).tanh().square()
+            layer.bias.grad, layer.weight.grad = grad(losses.mean(), [layer.bias, layer.weight])
+            optimizer.step()
+            return losses.detach()
+
+        return [[strategy.run(step, args=(rows_of(counts, seed=seed),)) for seed in range(2)], *layer.parameters()]
+
+    assert_as_mirrored(program, replicas=len(counts), gradient_reduce_op=op)
 
 
 # -- results --------------------------------------------------------------------------------------------------------

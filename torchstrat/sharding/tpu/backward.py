@@ -7,6 +7,7 @@ of all lanes are one tensor, and the gradient of their weighted sum is what the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +125,10 @@ class LaneBackward:
 
     def __init__(self, lanes: Lanes, weights: LaneWeights, meet: Meet, registry: VariableRegistry) -> None:
         self._lanes, self._weights, self._meet, self._registry = lanes, weights, meet, registry
+        self._has_hooks = False
+        """On replicas' own tensors."""
+        self._alone: int | None = None
+        """The lane whose loss is differentiated, where that is done for one after the other."""
 
     def backward(
         self,
@@ -237,7 +242,7 @@ class LaneBackward:
         materialize_grads: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         """With respect to variables, which the lanes share: the gradient of each lane's loss by itself, so one backward
-        pass per lane, all in one.
+        pass per lane; of variables with hooks the combined one.
 
         Raises:
             UnsupportedError: replicas have exchanged tensors in this step, so that a loss depends on how other replicas
@@ -249,22 +254,64 @@ class LaneBackward:
                 "batch normalisation over all replicas, is not possible on this strategy. Use loss.backward() and "
                 ".grad."
             )
+        hooked = [one for one in wanted if not self._lanes.is_lane_tensor(one) and one._backward_hooks]
+        own_to = [one for one in wanted if all(one is not other for other in hooked)]
+        options = partial(
+            torch.autograd.grad,
+            create_graph=create_graph,
+            allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
+        )
         with self._lanes.left("autograd.grad"):
-            losses = torch.stack([self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]).sum(
-                dim=0
-            )
-            found = torch.autograd.grad(
-                losses,
-                [self._lanes.behind(tensor) for tensor in wanted],
-                torch.eye(self._lanes.count, dtype=losses.dtype, device=losses.device),
-                retain_graph,
-                create_graph,
-                allow_unused=allow_unused,
-                is_grads_batched=True,
-                materialize_grads=materialize_grads,
-            )
-            own = [self._diagonal(one, tensor) for one, tensor in zip(found, wanted, strict=True)]
-        return tuple(None if one is None else self._lanes.hide(one) for one in own)
+            rows = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
+            losses = torch.stack(rows).sum(dim=0)
+            found: dict[int, torch.Tensor | None] = {}
+            if own_to:
+                behind = [self._lanes.behind(tensor) for tensor in own_to]
+                each = self._of_each_lane(options, losses, behind, True if hooked else retain_graph)
+                for tensor, gradients in zip(own_to, each, strict=True):
+                    own = self._diagonal(gradients, tensor)
+                    found[id(tensor)] = None if own is None else self._lanes.hide(own)
+            if hooked:
+                combined = self._of_all_lanes(options, losses, hooked, retain_graph)
+                found.update(zip(map(id, hooked), combined, strict=True))
+        return tuple(found[id(tensor)] for tensor in wanted)
+
+    def _of_each_lane(
+        self,
+        differentiate: Callable[..., Sequence[torch.Tensor | None]],
+        losses: torch.Tensor,
+        inputs: list[torch.Tensor],
+        retain_graph: bool | None,
+    ) -> Sequence[torch.Tensor | None]:
+        """``[lanes, …]``: of each lane's loss by itself. All in one, but where hooks look at one lane's gradient."""
+        each = torch.eye(self._lanes.count, dtype=losses.dtype, device=losses.device)
+        if not self._has_hooks:
+            return differentiate(losses, inputs, each, retain_graph=retain_graph, is_grads_batched=True)
+        found = []
+        try:
+            for self._alone, one in enumerate(each.unbind(0)):
+                is_last = self._alone == len(each) - 1
+                found.append(differentiate(losses, inputs, one, retain_graph=retain_graph if is_last else True))
+        finally:
+            self._alone = None
+        return [None if own[0] is None else torch.stack(own) for own in zip(*found, strict=True)]
+
+    def _of_all_lanes(
+        self,
+        differentiate: Callable[..., Sequence[torch.Tensor | None]],
+        losses: torch.Tensor,
+        variables: list[torch.Tensor],
+        retain_graph: bool | None,
+    ) -> Sequence[torch.Tensor | None]:
+        """The combined gradients, which hooks of variables are given: what they make of them is all lanes'."""
+
+        def combine(totals: dict[int, torch.Tensor]) -> dict[int, Sequence[torch.Tensor | None]]:
+            found = differentiate(torch.stack(list(totals.values())).sum(), variables, retain_graph=retain_graph)
+            return {index: [None if one is None else one.clone() for one in found] for index in totals}
+
+        combined: Sequence[torch.Tensor | None] = self._meet("autograd.grad", self._weights.combined(losses), combine)
+        return combined
 
     def _diagonal(self, gradients: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
         """Of each lane's loss: with respect to a lane tensor, the part that is the lane's own."""
@@ -321,15 +368,21 @@ class LaneBackward:
         if not self._lanes.is_lane_tensor(tensor):
             return tensor.register_hook(hook)
         at = self._lanes.dim_of(tensor)
+        self._has_hooks = True
         with self._lanes.left("register_hook") as left:
             levels = list(left)
 
             def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
-                own = self._weights.without_factors(gradient, at)
+                own = gradient if self._alone is not None else self._weights.without_factors(gradient, at)
                 with functorch.return_to_levels(levels):
                     changed = hook(self._lanes.hide_as(own, tensor))
                 if changed is None:
                     return None
-                return self._lanes.stacked(changed).movedim(0, at) * self._weights.factors(gradient, at)
+                stacked = self._lanes.stacked(changed).movedim(0, at)
+                if self._alone is None:
+                    return stacked * self._weights.factors(gradient, at)
+                is_its = torch.arange(self._lanes.count, device=stacked.device) == self._alone
+                shape = [-1 if dim == at else 1 for dim in range(stacked.ndim)]
+                return torch.where(is_its.reshape(shape), stacked, torch.zeros_like(stacked))
 
             return self._lanes.behind(tensor).register_hook(hooked)
