@@ -45,12 +45,13 @@ class Program:
     def numbers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.model.state_dict().items():
             yield name, value.detach().clone()
-        for one in {self.optimizer, getattr(self.optimizer, "base", self.optimizer)}:
-            kind = type(one).__name__
-            yield f"{kind}.rates", torch.tensor([group.get("lr", 0.0) for group in one.param_groups])
+        one, depth = self.optimizer, 0
+        while one is not None:
+            yield f"{depth}.rates", torch.tensor([group.get("lr", 0.0) for group in one.param_groups])
             for index, parameter in enumerate(self.model.parameters()):
                 for name, value in one.state.get(parameter, {}).items():
-                    yield f"{kind}.{index}.{name}", torch.as_tensor(value).clone()
+                    yield f"{depth}.{index}.{name}", torch.as_tensor(value).clone()
+            one, depth = getattr(one, "base", None), depth + 1
 
 
 def train(make: Callable[[Any], Any], between: Between, strategy: Any = None) -> dict[str, torch.Tensor]:
@@ -440,6 +441,16 @@ BETWEEN: dict[str, Between] = {
 }
 
 
+def _merged_again(program: Program, index: int) -> None:
+    if index == 0:
+        _reload(_wrapper(program))
+        _set_rate(_wrapper(program))
+    if index == 1:
+        _base(program).param_groups = _wrapper(program).param_groups
+    if index == 2:
+        _set_rate(_base(program))
+
+
 def _loaded(which: Callable[[Program], Any], whose: Callable[[Program], Any]) -> Between:
     def act(program: Program) -> None:
         _reload(which(program))
@@ -452,6 +463,15 @@ for _which in (_wrapper, _base):
     for _whose in (_wrapper, _base):
         _name = f"the {_which.__name__[1:]} loaded, then a rate of the {_whose.__name__[1:]} set"
         BETWEEN[_name] = _loaded(_which, _whose)
+
+
+def test_groups_that_part_and_become_one_again() -> None:
+    check(WRAPPERS["shares groups"], _merged_again)
+
+
+@pytest.mark.parametrize("between", [name for name in BETWEEN if "loaded, then" in name])
+def test_a_wrapper_of_a_wrapper(between: str) -> None:
+    check(lambda parameters: Lookahead(Lookahead(_momentum(parameters))), BETWEEN[between])
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
