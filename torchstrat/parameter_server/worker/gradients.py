@@ -26,6 +26,7 @@ from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_norm
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
+from torchstrat.core.tensor_functions import methods, properties
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.worker.stand_ins import GRAD, WatchedParameter
 
@@ -442,20 +443,12 @@ def _refusal(what: str, of: str) -> str:
     )
 
 
-def _methods(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name) for name in names}
-
-
-def _properties(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names}
-
-
 _ASKS_NO_VALUES = frozenset(
     {
-        *_properties("requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "_version"),
-        *_properties("is_sparse", "is_cuda", "is_cpu", "is_meta", "nbytes", "itemsize"),
-        *_methods("size", "dim", "numel", "detach_", "requires_grad_", "__hash__", "is_floating_point", "is_complex"),
-        *_methods("stride", "storage_offset", "element_size", "is_contiguous", "get_device"),
+        *properties("requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "_version"),
+        *properties("is_sparse", "is_cuda", "is_cpu", "is_meta", "nbytes", "itemsize"),
+        *methods("size", "dim", "numel", "detach_", "requires_grad_", "__hash__", "is_floating_point", "is_complex"),
+        *methods("stride", "storage_offset", "element_size", "is_contiguous", "get_device"),
     }
 )
 _SETS_TO_ZERO = frozenset({torch.Tensor.zero_, torch._foreach_zero_, torch.zero_})

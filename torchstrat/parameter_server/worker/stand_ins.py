@@ -37,8 +37,8 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import CommunicationError, ContextError
 from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_bytes import is_same
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES
 from torchstrat.parameter_server.messages import ShardKey
-from torchstrat.parameter_server.variables.cached_parameter import NEEDS_NO_VALUES
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome
 
 DATA: Any = torch.Tensor.data

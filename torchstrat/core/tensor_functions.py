@@ -1,0 +1,39 @@
+"""Functions of PyTorch by what they do to a tensor's values, for classes that are asked (``__torch_function__``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+def properties(*names: str) -> set[Any]:
+    """What reads them."""
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+def _is_kind(name: str) -> bool:
+    """Whether it is a property that says of which kind a tensor is: ``is_meta``, ``is_cuda``, ``is_quantized`` …"""
+    return name.startswith("is_") and not callable(getattr(torch.Tensor, name))
+
+
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+NEEDS_NO_VALUES = frozenset(
+    {
+        *properties("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
+        *properties("nbytes", "itemsize", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *properties(*(name for name in dir(torch.Tensor) if _is_kind(name))),
+        *methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+        *methods("is_contiguous", "is_floating_point", "is_complex", "get_device", "__hash__", "__len__"),
+        *methods("is_inference", "is_signed", "is_coalesced", "_is_view", "dim_order"),
+        *methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
+    }
+)
