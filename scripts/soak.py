@@ -51,6 +51,7 @@ PARTS = dict(
         _of_tables("gradients", "backward passes, hooks and optimizers"),
         _of_tables("stand_ins", "operations on what is cut"),
         _of_tables("losses", "losses and uneven rows"),
+        _of_tables("scaled_tables", "tables whose lookups scale rows"),
         _of_tables("state", "what a step may touch"),
         _of_tables("ps_state", "what a function on parameter servers may touch"),
         _of_tables("ps_writes", "every way to write to a variable on parameter servers"),

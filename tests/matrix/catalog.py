@@ -14,6 +14,7 @@ MODULES: Mapping[str, str] = {
     "stand_ins": "tests.matrix.stand_ins",
     "stand_ins_on_tpu": "tests.matrix.stand_ins_on_tpu",
     "losses": "tests.matrix.losses",
+    "scaled_tables": "tests.matrix.scaled_tables",
     "state": "tests.matrix.state",
     "ps_state": "tests.matrix.ps_state",
     "ps_writes": "tests.matrix.ps_writes",

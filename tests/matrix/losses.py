@@ -25,8 +25,8 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, asser
 from torchstrat import ReduceOp
 from torchstrat.core import losses as own_losses
 from torchstrat.core.values import DistributedValues
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.replicas import backward_pass, collective_functions, engine
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.replicas import collective_functions, engine
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_reducer import GradientReducer
 
@@ -167,12 +167,6 @@ def _scaled_rows(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
     return (_scores(model, batch) + rows - batch[2]).square().mean()
 
 
-def _scaled_rows_and_whole(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
-    rows: torch.Tensor = model[2](batch[1])
-    table: torch.Tensor = model[2].weight
-    return F.cross_entropy((_scores(model, batch) + rows) @ table.T, batch[1])
-
-
 ROWS: Mapping[str, Row] = {
     "mean": Row(_mean),
     "sum": Row(_sum, summed=True),
@@ -200,14 +194,6 @@ ROWS: Mapping[str, Row] = {
     "two batches, global_mean": Row(_two_batches_whole, plain=_two_batches, beside=True),
     "two batches, summed": Row(_two_batches_summed, summed=True, beside=True),
     "table with max_norm": Row(_scaled_rows),
-    "table with max_norm, its rows and all of it": Row(
-        _scaled_rows_and_whole,
-        expected=refused(
-            UnsupportedError,
-            "Embedding.weight .* has max_norm, and the step uses it as a whole",
-            "each replica has scaled only rows of its own part of the batch; scale all after the optimizer's step",
-        ),
-    ),
 }
 
 COLUMNS: Mapping[str, tuple[int, ...]] = {
@@ -299,11 +285,6 @@ def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
 
 
 FAULTS = (
-    PlantedFault(
-        "whoever uses a table that lookups scale takes it for another lookup",
-        _sees_each(backward_pass, "_used_as_a_whole", lambda _: lambda roots, is_scaled: None),
-        _at("table with max_norm, its rows and all of it", "even", "mirrored x2", "torchrun mirrored"),
-    ),
     PlantedFault(
         "gradients from other replicas come without their weight",
         _sees_each(StepWeights, "relative", lambda _: lambda self, replica: 1.0),

@@ -224,6 +224,16 @@ def uncompiled(function: Function) -> Function:
     return _left_alone(function, _skip)
 
 
+def uncompiled_because(reason: str) -> Callable[[Function], Function]:
+    """The same, with what PyTorch says where all has to be compiled (``fullgraph=True``)."""
+
+    def decorate(function: Function) -> Function:
+        vars(function).update(_torchdynamo_disable_msg=reason)
+        return uncompiled(function)
+
+    return decorate
+
+
 def _left_alone(function: Function, inner: Any) -> Function:
     vars(function).update(_torchdynamo_disable=True)
     _set_strategy(function.__code__, _strategy(_skip, inner))
@@ -355,6 +365,47 @@ def _group_after_hooks(lists: list[list[torch.Tensor]], *args: Any, **kwargs: An
         for hook in tuple(_clipping_hooks.values()):
             hook(lists[0])
     return _group_for_clipping(lists, *args, **kwargs)
+
+
+_functional = importlib.import_module("torch.nn.functional")
+_RENORM = "_no_grad_embedding_renorm_"
+_scale_rows = look_up(_RENORM, _functional)
+_lookup_hooks: dict[int, Callable[[torch.Tensor, float, float], None]] = {}
+
+
+def watch_scaling_lookups() -> None:
+    """Have `put_lookup_hook` work, also in functions that are compiled from now on. For good, in the whole process."""
+    if vars(_functional)[_RENORM] is _scale_rows_and_tell:
+        return
+    vars(_functional)[_RENORM] = _scale_rows_and_tell
+    look_up("_register_builtin", importlib.import_module("torch.jit._builtins"))(
+        _scale_rows_and_tell, f"aten::{_RENORM}"
+    )
+
+
+def put_lookup_hook(key: int, hook: Callable[[torch.Tensor, float, float], None]) -> None:
+    """Call ``hook(table, max_norm, norm_type)`` when a lookup of `torch.nn.functional` has scaled rows of a table, and
+    before it reads them. A compiled function leaves such lookups to Python while there are hooks."""
+    _lookup_hooks[key] = hook
+
+
+def remove_lookup_hook(key: int) -> None:
+    _lookup_hooks.pop(key, None)
+
+
+def _scale_rows_and_tell(weight: torch.Tensor, input: torch.Tensor, max_norm: float, norm_type: float) -> Any:  # noqa: A002
+    if _lookup_hooks and is_compiler_at_work():
+        raise NotImplementedError("a lookup with max_norm on several replicas, which Python has to see")
+    result = _scale_rows(weight, input, max_norm, norm_type)
+    if _lookup_hooks:
+        _tell_of_lookup(weight, max_norm, norm_type)
+    return result
+
+
+@uncompiled
+def _tell_of_lookup(table: torch.Tensor, max_norm: float, norm_type: float) -> None:
+    for hook in tuple(_lookup_hooks.values()):
+        hook(table, max_norm, norm_type)
 
 
 # Fused multi-tensor arithmetic: what the optimizers themselves run on.

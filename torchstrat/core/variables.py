@@ -219,8 +219,12 @@ class VariableRegistry:
         then, but over something that each makes for its own rows and is done with at the end of the run."""
         tensors = _tensors_of(helper)
         known = {id(tensor) for tensor in self.tensors()} if tensors else set()
-        known -= {id(tensor) for module in self._copied for tensor in module._parameters.values()}
+        known -= self.copied()
         return bool(tensors) and not any(id(tensor) in known for tensor in tensors)
+
+    def copied(self) -> set[int]:
+        """``id`` of parameters in deep copies that the current run has made: each replica's own."""
+        return {id(tensor) for module in self._copied for tensor in module._parameters.values()}
 
     def note_step_of(self, optimizer: Optimizer) -> None:
         """A step in a process of its own is about to step one. Raises where an earlier run has made it like that: its

@@ -35,6 +35,7 @@ from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import agree
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
+from torchstrat.replicas.scaling_lookups import ScalingLookups
 
 Hook = Callable[[Optimizer, Any, Any], Any]
 
@@ -145,6 +146,12 @@ class StepPolicy(Protocol):
     def end_step(self, call: StepCall) -> None:
         """It has been stepped."""
 
+    def begin_evaluation(self, call: StepCall) -> None:
+        """All replicas are about to evaluate the closure."""
+
+    def end_evaluation(self, call: StepCall) -> None:
+        """They have: what they have done to parameters in place becomes what one device would have."""
+
     def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
         """Make the step, where one replica does for all. ``evaluate``: the closure on all replicas; its value, and
         gradients, are those of all."""
@@ -164,6 +171,7 @@ class OptimizerStep:
         self,
         policy: StepPolicy,
         gradients: GradientSynchronizer,
+        lookups: ScalingLookups,
         op: ReduceOp,
         note: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
@@ -171,6 +179,7 @@ class OptimizerStep:
         self._thread = 0
         self._policy = policy
         self._gradients = gradients
+        self._lookups = lookups
         self._op = op
         self._last_hooks = LastHooks()
         self._in_progress = StepInProgress()  # which this replica makes for all
@@ -221,8 +230,10 @@ class OptimizerStep:
         tensors = self._policy.variables_of(optimizer)
         if not tensors:
             return None
+        self._lookups.begin_step(self._replica, tensors)
         call = self._call_of(optimizer, tensors, args, kwargs)
         if not self._policy.level(call):
+            self._lookups.end_step(self._replica)
             return None
         self._begun.setdefault(id(optimizer), []).append(call)
         if call.closure is not None:
@@ -241,7 +252,9 @@ class OptimizerStep:
             self._in_progress.end()
         self._last_hooks.remove(optimizer)
         if begun := self._begun.get(id(optimizer)):
-            self._policy.end_step(begun.pop())
+            call = begun.pop()
+            self._policy.end_step(call)
+            self._lookups.end_step(self._replica)
 
     def _call_of(self, optimizer: Optimizer, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> StepCall:
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
@@ -273,12 +286,16 @@ class OptimizerStep:
         """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
         assert call.closure is not None
         records = self._gradients.records
+        self._policy.begin_evaluation(call)
+        self._lookups.end_step(self._replica)
         records.after_step(call.tensors)  # what is assigned from now on is new, and not made of what is there
         loss = call.closure()
         has_left_over = not records.are_as_combined(call.tensors) and bool(records.left_over(call.tensors))
         loss, is_left_over = self._mean_loss(loss, has_left_over)
         if is_left_over:
             self._gradients.catch_up(call.tensors)
+        self._lookups.begin_step(self._replica, call.tensors)
+        self._policy.end_evaluation(call)
         return loss
 
     def _mean_loss(self, loss: Any, flag: bool) -> tuple[Any, bool]:

@@ -20,13 +20,14 @@ Rows = tuple[int, torch.Tensor, torch.Tensor]
 """The number of a table, which of its rows, and what they are."""
 
 
+def scaling_tables(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """torch's tables that scale rows."""
+    return [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None]
+
+
 def renormed_weights(modules: Iterable[nn.Module]) -> set[int]:
-    """``id`` of the weights of torch's tables that scale rows."""
-    return {
-        id(module._parameters.get("weight"))
-        for module in modules
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    }
+    """``id`` of the weights of `scaling_tables`."""
+    return {id(module._parameters.get("weight")) for module in scaling_tables(modules)}
 
 
 def may_be_table(tensor: torch.Tensor) -> bool:

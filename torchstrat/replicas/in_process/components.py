@@ -198,6 +198,7 @@ class Components:
     def install_central(self) -> None:
         """While all replicas stand still: let the user's objects be the central ones, for code that runs once."""
         self.park()
+        self.merge_rows()
         if self._home == CENTRAL:
             self._carry_to_central()
         self._install(self._home)
@@ -521,6 +522,12 @@ class Components:
             version = slot.version
             if any(one != version for one in slot.versions.values()) and may_be_table(slot.tensor):
                 self._merge_rows_of(slot)
+
+    def merge_rows_in_turn(self) -> None:
+        """The same in the leader's turn, when the others are not about to change anything."""
+        self.park()
+        self.merge_rows()
+        self._is_parked = False
 
     def _merge_rows_of(self, slot: TensorSlot) -> None:
         editors = [replica for replica in self._replicas if replica != self._leader and slot.is_edited(replica)]

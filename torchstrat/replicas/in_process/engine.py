@@ -31,7 +31,7 @@ from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas import optimizer_state
-from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
+from torchstrat.replicas.backward_pass import LossCheck
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.engine import StepWeights, add_replica_note, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
@@ -50,6 +50,7 @@ from torchstrat.replicas.local_updates import (
 )
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import StepsOutside
+from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import (
     DifferingEdits,
     data_edited_differently,
@@ -100,12 +101,19 @@ class InProcessReplicas:
         self._newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._differing = DifferingEdits(self.registry.describe)
+        self._lookups = ScalingLookups(strategy, len(devices) if local is None else 1, self.registry)
         self._steps: InProcessSteps | LocalSteps
         if local is not None:
             self._steps = LocalSteps(self._rounds, self._components, new_hook_key())
         else:
             self._steps = InProcessSteps(
-                self._components, self._gradients, self._differing, self._is_current, gradient_op, new_hook_key()
+                self._components,
+                self._gradients,
+                self._differing,
+                self._lookups,
+                self._is_current,
+                gradient_op,
+                new_hook_key(),
             )
         self._steps_outside = StepsOutside(
             self, lambda: self._gradients.is_pending, lambda: None, lambda _: False, owns=True
@@ -115,7 +123,6 @@ class InProcessReplicas:
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
         self._counts = StepCounts()
-        self._renorms = RenormCheck(strategy, len(devices), self.registry)
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0]) and local is None
 
@@ -272,11 +279,8 @@ class InProcessReplicas:
                 return result
 
         try:
-            # These look for programs to which combining gradients does something else than they mean.
-            with (
-                nullcontext() if self._rounds else self._losses.around(weights),
-                nullcontext() if self._rounds else self._renorms.around(),
-            ):
+            # It looks for programs to which combining gradients does something else than they mean.
+            with nullcontext() if self._rounds else self._losses.around(weights):
                 return baton.run(
                     body,
                     begin=lambda: self._begin(baton, weights),
@@ -331,11 +335,13 @@ class InProcessReplicas:
         self.registry.on_copy = self._note_copy
         self._newborn.begin(members.modules, has_lazy=self._components.has_lazy)
         self._steps.begin(baton, weights)
+        self._lookups.begin(replicas)
         self._process_settings.begin(replicas)
         self._components.streams.begin(replicas)  # last: what fails before leaves the user's generator as it was
 
     def _end(self, weights: StepWeights, *, failed: bool) -> None:
         self._process_settings.end()
+        self._lookups.end()
         with OwnSettings():
             try:
                 self._components.activate(None)
@@ -387,6 +393,7 @@ class InProcessReplicas:
         if not self._components.has_nothing_to_swap(replica):
             with OwnSettings():
                 self._components.activate(replica)
+        self._lookups.switch(replica)
 
     # -- what comes into being during a run ---------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.local_updates import LocalRounds
 from torchstrat.replicas.optimizer_state import real_state
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
+from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import (
     DifferingEdits,
     TensorSlot,
@@ -45,6 +46,7 @@ class InProcessSteps:
         components: Components,
         gradients: InProcessGradients,
         differing: DifferingEdits,
+        lookups: ScalingLookups,
         is_replica_thread: Callable[[], bool],
         op: ReduceOp,
         hook_key: int,
@@ -53,7 +55,7 @@ class InProcessSteps:
         self._gradients = gradients
         self._differing = differing
         self._is_replica_thread = is_replica_thread
-        self._steps = [OptimizerStep(self, own, op) for own in gradients.of_replicas]
+        self._steps = [OptimizerStep(self, own, lookups, op) for own in gradients.of_replicas]
         self._hook_key, self._hooks = hook_key, (before_step(self._before), after_step(self._after))
         self._baton: Baton | None = None
         self._own: dict[int, tuple[Optimizer, int]] = {}  # optimizers that one replica made for itself, and which
@@ -169,6 +171,14 @@ class InProcessSteps:
             )
 
     # -- the step ---------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self, call: StepCall) -> None:
+        """All have the same values."""
+
+    def end_evaluation(self, call: StepCall) -> None:
+        if self._leads:
+            with OwnSettings():
+                self._components.merge_rows_in_turn()
 
     def begin_step(self, call: StepCall) -> Optimizer | None:
         if not self._leads:

@@ -39,7 +39,7 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import INPUT, SumsInPlace, agree, all_equal
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas import exchange, optimizer_state
-from torchstrat.replicas.backward_pass import LossCheck, RenormCheck
+from torchstrat.replicas.backward_pass import LossCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
@@ -54,6 +54,7 @@ from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_counts import StepCounts
@@ -116,14 +117,16 @@ class PerProcessReplica:
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
         self._counts = StepCounts()
-        self._renorms = RenormCheck(strategy, communicator.size, self.registry)
+        self._lookups = ScalingLookups(strategy, communicator.size, self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
         self._taken_over: tuple[Any, ...] = ()  # what stays equal as long as there is nothing new
         owns = not central or communicator.rank == OWNER
         self._policy, self._outside_policy = self._make_policy(), self._make_policy()
-        self._step = OptimizerStep(self._policy, self._gradients, gradient_op, self.registry.note_step_of)
-        self._outside_step = OptimizerStep(self._outside_policy, self._gradients, gradient_op)
+        self._step = OptimizerStep(
+            self._policy, self._gradients, self._lookups, gradient_op, self.registry.note_step_of
+        )
+        self._outside_step = OptimizerStep(self._outside_policy, self._gradients, self._lookups, gradient_op)
         self._steps_outside = StepsOutside(
             self._outside_step, self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
         )
@@ -431,24 +434,28 @@ class PerProcessReplica:
         self._newborn.begin(members.modules, has_lazy=len(roster.tensors) < len(members.tensors))
         self._steps_outside.pause()
         put_hooks(self._hook_key, self._step.hooks, self._gradients.before_clipping)
+        self._lookups.begin([me])
+        self._lookups.switch(me)
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            losses, renorms = self._losses.around(weights), self._renorms.around()
-            if isinstance(losses, nullcontext) and isinstance(renorms, nullcontext) and not self._has_step_context:
+            losses = self._losses.around(weights)
+            if isinstance(losses, nullcontext) and not self._has_step_context:
                 with self._entering:  # nearly always; entering what does nothing takes its time, too
                     result = fn(*own_args, **own_kwargs)
             else:
-                with losses, renorms, self._entering, self._around_step():
+                with losses, self._entering, self._around_step():
                     result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
+            self._lookups.end()
             self._undo(error, roster, buffers)
             if isinstance(error, Exception):
                 add_replica_note(error, me, self.num_replicas, weights)
             raise
         finally:
             remove_hooks(self._hook_key)
+            self._lookups.end()
             self._step.end()
             self._policy.end()
             self._edits.state.end()

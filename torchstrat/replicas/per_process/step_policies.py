@@ -113,6 +113,17 @@ class StepLevels:
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, name)
 
+    def level_edits(self, elsewhere: list[torch.Tensor], call: str) -> None:
+        """Undo what edits of parameters in place made different, in the midst of a step. All ranks call it."""
+        numbers: tuple[float, ...] = fingerprint(self._edits.since_noted(elsewhere))
+        if self._storage is not None:
+            numbers = (*numbers, float(self._storage.look_for_edits(rows=True)))
+        everyone = agree(self._communicator, call, numbers)
+        if not all_equal([row[:2] for row in everyone]):
+            self._edits.level(self._communicator, elsewhere, call)
+        if self._storage is not None and any(row[-1] for row in everyone):
+            self._storage.publish_edits(self._communicator, call, rows=any(row[-1] > 1 for row in everyone))
+
     def _level_state(self, optimizer: Optimizer, call: str, *, is_shared: bool) -> None:
         """``is_shared``: what the first rank has put there is everyone's anyhow, once edits are published."""
         places = self._edits.state.differing(self._communicator, optimizer, call)
@@ -228,8 +239,18 @@ class ReplicatedSteps:
         self._edits.note(tensors)
         self._gradients.records.after_step(tensors)
 
+    def begin_evaluation(self, call: StepCall) -> None:
+        self._edits.note(self._elsewhere(call.tensors))
+
+    def end_evaluation(self, call: StepCall) -> None:
+        self._levels.level_edits(self._elsewhere(call.tensors), call.name)
+
     def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
         raise NotImplementedError("everyone steps with a closure of its own")
+
+    def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that each rank has a copy of, which nobody but this class makes equal."""
+        return tensors
 
 
 class PrimarySteps(ReplicatedSteps):
@@ -242,10 +263,6 @@ class PrimarySteps(ReplicatedSteps):
     @property
     def _owns(self) -> bool:
         return self._communicator.rank == OWNER
-
-    def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that each rank has a copy of, which nobody but this class makes equal."""
-        return tensors
 
     def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
         """What the program had an optimizer do between runs with its state (averages in the place of weights for an
@@ -301,9 +318,7 @@ class PrimarySteps(ReplicatedSteps):
 
         def evaluate_together() -> Any:
             self._hand_out(elsewhere, call.name)
-            self._begin_evaluation(call)
             loss = evaluate()
-            self._end_evaluation(call)
             gradients.note()
             return loss
 
@@ -320,12 +335,6 @@ class PrimarySteps(ReplicatedSteps):
 
     def _begin_leading(self, call: StepCall) -> None:
         """On the owner."""
-
-    def _begin_evaluation(self, call: StepCall) -> None:
-        """On all ranks."""
-
-    def _end_evaluation(self, call: StepCall) -> None:
-        """On all ranks."""
 
 
 class ShardedSteps(PrimarySteps):
@@ -416,15 +425,16 @@ class ShardedSteps(PrimarySteps):
     def _begin_leading(self, call: StepCall) -> None:
         self._storage.lead(call.optimizer)
 
-    def _begin_evaluation(self, call: StepCall) -> None:
-        self._storage.follow()
-        self._storage.parameters.stepped(call.tensors)
+    def begin_evaluation(self, call: StepCall) -> None:
+        if not self._storage.shares(call.optimizer):
+            self._storage.follow()
+            self._storage.parameters.stepped(call.tensors)
+        super().begin_evaluation(call)
 
-    def _end_evaluation(self, call: StepCall) -> None:
-        """What a closure has done to parameters in place: the owner's counts."""
-        edited = float(self._storage.look_for_edits())
-        if any(row[0] for row in agree(self._communicator, call.name, (edited,))):
-            self._storage.publish_edits(self._communicator, call.name)
+    def end_evaluation(self, call: StepCall) -> None:
+        if self._storage.shares(call.optimizer):
+            return  # `level` comes before the step
+        super().end_evaluation(call)
         if self._owns:
             self._storage.lead(call.optimizer)
 

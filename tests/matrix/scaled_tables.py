@@ -1,0 +1,446 @@
+"""Tables whose lookups scale rows in place (``max_norm``): is every other use of one, in a step that looks rows up,
+that of one device, or refused? A replica scales the rows of its own part of the batch alone.
+
+Rows: what else the step does with the table. Columns: how it looks rows up. A cell trains for four steps on global
+batches whose replicas look other rows up, and compares with a plain loop.
+
+Left out: a table in no module of torch's whose every lookup is in a function compiled outside of runs, which nothing
+tells of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchstrat as ts
+from tests.matrix import places
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
+from torchstrat.core import _torch_private
+from torchstrat.errors import UnsupportedError
+from torchstrat.replicas import scaling_lookups
+from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.per_process.step_policies import StepLevels
+
+HEIGHT, WIDTH, NORM = 40, 5, 0.8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Net(nn.Module):
+    """``kind`` of lookups: the column."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        torch.manual_seed(0)
+        made = torch.randn(HEIGHT, WIDTH, dtype=torch.float64)
+        if kind == "nn.EmbeddingBag":
+            self.table: nn.Module = nn.EmbeddingBag.from_pretrained(made, freeze=False, max_norm=NORM)
+        elif kind == "functional.embedding":
+            self.table = nn.Module()
+            self.table.weight = nn.Parameter(made)
+        else:
+            self.table = nn.Embedding.from_pretrained(made, freeze=False, max_norm=NORM)
+        self.head = nn.Linear(WIDTH, WIDTH).double()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight = self.table.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids``: (rows, 2); (rows, width)."""
+        if self.kind == "functional.embedding":
+            return F.embedding(ids, self.weight, max_norm=NORM).mean(1)
+        found: torch.Tensor = self.table(ids)
+        return found if self.kind == "nn.EmbeddingBag" else found.mean(1)
+
+
+def _loss(found: torch.Tensor, net: Net, batch: Batch) -> torch.Tensor:
+    return (net.head(found) - batch[1]).square().mean()
+
+
+def _scores(net: Net, found: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (net.head(found) @ table.T).square().mean() * 0.1
+
+
+Use = Callable[[Net, Batch], torch.Tensor]
+
+
+def _alone(net: Net, batch: Batch) -> torch.Tensor:
+    return _loss(net.look_up(batch[0]), net, batch)
+
+
+def _twice(net: Net, batch: Batch) -> torch.Tensor:
+    return _loss(net.look_up(batch[0]) + net.look_up((batch[0] + 1) % HEIGHT), net, batch)
+
+
+def _tied(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, net.weight)
+
+
+def _without_gradient(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    with torch.no_grad():
+        by = net.weight.norm()
+    return _loss(found, net, batch) * by
+
+
+def _detached(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, net.weight.detach())
+
+
+def _data(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, net.weight.data)
+
+
+def _view_before(net: Net, batch: Batch) -> torch.Tensor:
+    view = net.weight[:]
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, view)
+
+
+def _before(net: Net, batch: Batch) -> torch.Tensor:
+    by = net.weight.sum()
+    return _loss(net.look_up(batch[0]), net, batch) + by * 0.01
+
+
+def _norm_before(net: Net, batch: Batch) -> torch.Tensor:
+    by = net.weight.detach().norm()
+    return _loss(net.look_up(batch[0]), net, batch) * by
+
+
+def _many(batch: Batch) -> torch.Tensor:
+    """Ids of which some are looked up with the other replica's rows."""
+    return (batch[0][:, :1] + torch.arange(HEIGHT // 2)) % HEIGHT
+
+
+def _other_norm(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found + F.embedding(_many(batch), net.weight, max_norm=0.5).mean(1), net, batch)
+
+
+def _without_norm(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found + F.embedding(_many(batch), net.weight).mean(1), net, batch)
+
+
+def _decayed(net: Net, batch: Batch) -> torch.Tensor:
+    loss = _alone(net, batch)
+    with torch.no_grad():
+        net.weight.mul_(0.9)
+    return loss
+
+
+def _decayed_and_looked_up(net: Net, batch: Batch) -> torch.Tensor:
+    net.look_up(batch[0])
+    with torch.no_grad():
+        net.weight.mul_(0.5)
+    return _alone(net, (_many(batch), batch[1]))
+
+
+def _shifted(net: Net, batch: Batch) -> torch.Tensor:
+    loss = _alone(net, batch)
+    with torch.no_grad():
+        net.weight.add_(0.5)
+    return loss
+
+
+def _computed(net: Net, batch: Batch) -> torch.Tensor:
+    table = net.weight * 2
+    found = F.embedding(batch[0], table, max_norm=NORM).mean(1)
+    return _loss(found, net, batch) + _scores(net, found, table)
+
+
+def _through_a_view(net: Net, batch: Batch) -> torch.Tensor:
+    found = F.embedding(batch[0] % 20, net.weight[:20], max_norm=NORM).mean(1)
+    return _loss(found, net, batch) + _scores(net, found, net.weight)
+
+
+def _recomputed(net: Net, batch: Batch) -> torch.Tensor:
+    found = checkpoint(net.look_up, batch[0], use_reentrant=False)
+    return _loss(found, net, batch)
+
+
+def _compiled_use(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    scores = torch.compile(_scores, backend="aot_eager", dynamic=True)
+    return _loss(found, net, batch) + scores(net, found, net.weight)
+
+
+def _compiled_lookups(net: Net, batch: Batch) -> torch.Tensor:
+    return torch.compile(_alone, backend="aot_eager", dynamic=True)(net, batch)
+
+
+def _compiled_whole(net: Net, batch: Batch) -> torch.Tensor:
+    return torch.compile(_tied, backend="aot_eager", dynamic=True)(net, batch)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+Step = Callable[[Net, torch.optim.Optimizer, Use, Batch], None]
+
+
+def _by_backward(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    optimizer.zero_grad()
+    use(net, batch).backward()
+    optimizer.step()
+
+
+def _by_grad(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    parameters = list(net.parameters())
+    found = torch.autograd.grad(use(net, batch), parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def _by_closure(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = use(net, batch)
+        loss.backward()
+        return float(loss)
+
+    optimizer.step(closure)
+
+
+def _then_read(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    _by_backward(net, optimizer, use, batch)
+    net.seen += net.weight.detach().norm()
+
+
+def _in_two_parts(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    optimizer.zero_grad()
+    half = len(batch[0]) // 2
+    for part in ((batch[0][:half], batch[1][:half]), (batch[0][half:], batch[1][half:])):
+        (use(net, part) / 2).backward()
+    optimizer.step()
+
+
+def _after_merge_call(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    ts.get_replica_context().merge_call(lambda strategy: None)
+    return _loss(found, net, batch)
+
+
+def _in_merge_call(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    by = ts.get_replica_context().merge_call(lambda strategy: float(net.weight.detach().norm()))
+    return _loss(found, net, batch) * by
+
+
+def _by_two_optimizers(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    """The first one steps all but the table."""
+    optimizer.zero_grad()
+    use(net, batch).backward()
+    net.of_head.step()
+    optimizer.step()
+
+
+def _frozen(net: Net, batch: Batch) -> torch.Tensor:
+    net.weight.requires_grad_(False)
+    return _alone(net, batch)
+
+
+def _frozen_and_used(net: Net, batch: Batch) -> torch.Tensor:
+    net.weight.requires_grad_(False)
+    return _tied(net, batch)
+
+
+def _sgd(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def _lbfgs(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+
+REFUSED = refused(
+    UnsupportedError,
+    r"has max_norm, and the step uses it .* beside looking rows up",
+    "each replica has scaled only rows of its own part of the batch; scale all after the optimizer's step",
+)
+
+
+class Row(NamedTuple):
+    use: Use
+    expected: Expected = RIGHT
+    step: Step = _by_backward
+    optimizer: Callable[[Net], torch.optim.Optimizer] = _sgd
+    compiled_before: bool = False
+    """Whether functions are compiled before the strategy's first run."""
+
+
+def _of_table(net: Net) -> torch.optim.Optimizer:
+    net.of_head = torch.optim.SGD(net.head.parameters(), lr=0.1)
+    return torch.optim.SGD([net.weight], lr=0.1)
+
+
+ROWS: Mapping[str, Row] = {
+    "nothing else": Row(_alone),
+    "nothing else, the table frozen": Row(_frozen),
+    "a merge_call": Row(_after_merge_call),
+    "another optimizer's step": Row(_alone, step=_by_two_optimizers, optimizer=_of_table),
+    "looked up twice": Row(_twice),
+    "looked up in two parts of a batch": Row(_alone, step=_in_two_parts),
+    "looked up again while backward recomputes": Row(_recomputed),
+    "gradients by autograd.grad": Row(_alone, step=_by_grad),
+    "a closure": Row(_alone, step=_by_closure),
+    "a closure, evaluated several times": Row(_alone, step=_by_closure, optimizer=_lbfgs),
+    "used before the lookup": Row(_before),
+    "used before the lookup, without gradient": Row(_norm_before),
+    "used after the optimizer's step": Row(_alone, step=_then_read),
+    "scaled by a number": Row(_decayed),
+    "looked up in a compiled function": Row(_compiled_lookups),
+    "scaled by a number, and looked up": Row(_decayed_and_looked_up, REFUSED),
+    "changed otherwise": Row(_shifted, REFUSED),
+    "used as a whole": Row(_tied, REFUSED),
+    "used as a whole, by autograd.grad": Row(_tied, REFUSED, _by_grad),
+    "used as a whole, in a closure": Row(_tied, REFUSED, _by_closure),
+    "used without gradient": Row(_without_gradient, REFUSED),
+    "used as a whole, the table frozen": Row(_frozen_and_used, REFUSED),
+    "used in a merge_call": Row(_in_merge_call, REFUSED),
+    "used by detach()": Row(_detached, REFUSED),
+    "used by .data": Row(_data, REFUSED),
+    "used by a view from before": Row(_view_before, REFUSED),
+    "looked up with another norm": Row(_other_norm, REFUSED),
+    "looked up without a norm": Row(_without_norm, REFUSED),
+    "a part is looked up": Row(_through_a_view, REFUSED),
+    "a table that the step computes": Row(_computed, REFUSED),
+    "used in a compiled function": Row(_compiled_use, REFUSED),
+    "looked up and used in a compiled function": Row(_compiled_whole, REFUSED),
+    "looked up and used in a function compiled before": Row(_compiled_whole, REFUSED, compiled_before=True),
+    "looked up in a function compiled before": Row(_compiled_lookups, compiled_before=True),
+}
+
+COLUMNS = ("nn.Embedding", "nn.EmbeddingBag", "functional.embedding")
+
+PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
+
+
+def _batches() -> list[Batch]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randint(0, HEIGHT, (8, 2), generator=draw),
+            torch.randn(8, WIDTH, generator=draw, dtype=torch.float64),
+        )
+        for _ in range(4)
+    ]
+
+
+def _check(row: Row, column: str, place: str) -> None:
+    torch.compiler.reset()
+    plain = Net(column)
+    optimizer = row.optimizer(plain)
+    for batch in _batches():
+        row.step(plain, optimizer, row.use, batch)
+    if not row.compiled_before:
+        torch.compiler.reset()
+    with places.opened(place) as strategy:
+        with strategy.scope():
+            net = Net(column)
+            optimizer = row.optimizer(net)
+        step = partial(row.step, net, optimizer, row.use)
+        for batch in strategy.distribute_dataset(_batches()):
+            strategy.run(step, args=batch and (batch,))
+        strategy.extended.check_replicas()
+        assert_close(dict(net.state_dict()), dict(plain.state_dict()))
+
+
+def cells() -> Iterator[Cell]:
+    for row_name, row in ROWS.items():
+        for column in COLUMNS:
+            if column == "functional.embedding" and row.compiled_before and row.expected is REFUSED:
+                continue
+            for place in PLACES:
+                yield Cell(row_name, column, place, partial(_check, row, column, place), row.expected)
+
+
+def _install_central_unmerged(self: Components) -> None:
+    with patch.object(Components, "merge_rows", lambda self: None):
+        _install_central(self)
+
+
+_install_central = Components.install_central
+
+# -- planted faults --------------------------------------------------------------------------------------------------
+
+
+def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: patch.object(owner, name, instead)
+
+
+def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
+    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
+
+
+FAULTS = (
+    PlantedFault(
+        "no use is refused",
+        _off(scaling_lookups._Group, "ask", lambda self, *call: None),
+        _at("used without gradient", "nn.Embedding", "mirrored x2"),
+    ),
+    PlantedFault(
+        "between processes no use is refused",
+        _off(scaling_lookups._Group, "ask", lambda self, *call: None),
+        _at("used without gradient", "nn.Embedding", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "tables of torch's modules are known from their first lookup only",
+        _off(scaling_lookups, "scaling_tables", lambda modules: []),
+        _at("looked up and used in a function compiled before", "nn.Embedding"),
+    ),
+    PlantedFault(
+        "a function that is compiled in a run keeps its lookups",
+        _off(_torch_private, "is_compiler_at_work", lambda: False),
+        _at("looked up and used in a compiled function", "functional.embedding"),
+    ),
+    PlantedFault(
+        "views are tensors like others",
+        _off(scaling_lookups, "share_storage", lambda one, other: False),
+        _at("used by a view from before", "nn.Embedding"),
+    ),
+    PlantedFault(
+        "lookups with any norm are alike",
+        _off(scaling_lookups._Group, "is_alike", lambda self, norm: True),
+        _at("looked up with another norm", "functional.embedding"),
+    ),
+    PlantedFault(
+        "rows that a closure's lookups have scaled stay each replica's own",
+        _off(Components, "merge_rows_in_turn", lambda self: None),
+        _at("a closure", "nn.Embedding"),
+    ),
+    PlantedFault(
+        "between processes rows that a closure's lookups have scaled stay each rank's own",
+        _off(StepLevels, "level_edits", lambda self, elsewhere, call: None),
+        _at("a closure", "nn.Embedding", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "a merge_call goes on with the rows that the first replica has scaled",
+        _off(Components, "install_central", _install_central_unmerged),
+        _at("a merge_call", "nn.Embedding"),
+    ),
+)
+
+TABLE = Table(
+    name="scaled_tables",
+    question="Is every other use of a table whose lookups scale rows that of one device, or refused?",
+    make_cells=cells,
+    faults=FAULTS,
+    alike=places.carried_otherwise,
+)

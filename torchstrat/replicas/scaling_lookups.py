@@ -1,0 +1,308 @@
+"""Tables with ``max_norm``, of which a step's lookups scale rows in place: what else uses one is refused.
+
+One device scales the rows of the whole batch before anything else reads the table (``hidden @ table.weight.T``, a norm
+of it). Each replica has scaled only those of its own part by then, and would read others. So in a run such a table is
+of a class of its own, which is asked about every use, and so are the views that are made of it. From a lookup on, until
+the optimizer's step or the end of the run has brought the scaled rows of all replicas together, two uses are let
+through: the same lookups again, and to multiply all of it by a number. After that nothing may be looked up until then:
+a row that another replica has scaled already would be scaled anew.
+
+Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run begins, others from their first lookup.
+
+Not told: what scripted modules do; a table in none of these modules whose lookups are all made in functions that have
+been compiled outside of runs; a view that a step has made of one before its first lookup in any run.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    is_compiler_at_work,
+    new_hook_key,
+    put_lookup_hook,
+    remove_lookup_hook,
+    share_storage,
+    uncompiled_because,
+    watch_scaling_lookups,
+)
+from torchstrat.core.context import get_replica_context
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.operands import tensors_in
+from torchstrat.core.tensor_bytes import overlap
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, methods
+from torchstrat.core.variables import VariableRegistry, WeakOrdered
+from torchstrat.replicas.renormed_rows import scaling_tables
+
+Norm = tuple[float, float]
+"""``max_norm`` and ``norm_type`` of a lookup."""
+
+Refuse = Callable[[torch.Tensor, str], UnsupportedError]
+"""The table and what has used it → the error."""
+
+
+class _Group:
+    """A table and its views, as one replica has them."""
+
+    __slots__ = ("_is_inside", "_is_paused", "_members", "_norm", "_refuse")
+
+    def __init__(self, tensors: Iterable[torch.Tensor], refuse: Refuse) -> None:
+        self._members: list[tuple[weakref.ref[torch.Tensor], type]] = []
+        self._refuse = refuse
+        self._norm: Norm | str = _NOT_YET
+        self._is_paused = False
+        self._is_inside = False  # a lookup that has scaled rows and not yet read them
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor, *, as_parameter: bool = False) -> None:
+        key, kind = id(tensor), nn.Parameter if as_parameter else type(tensor)
+        self._members.append((weakref.ref(tensor, lambda gone: self._forget(key, gone)), kind))
+
+    def _forget(self, key: int, gone: weakref.ref[torch.Tensor]) -> None:
+        """A view is no more; another tensor may come to have its ``id``."""
+        self._members = [member for member in self._members if member[0] is not gone]
+        if _asking.get(key) is self:
+            del _asking[key]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return any(one() is tensor for one, _ in self._members)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rows have been looked up."""
+        return self._norm != _NOT_YET
+
+    # -- who asks ---------------------------------------------------------------------------------------------------
+
+    def put(self) -> None:
+        """Have them ask, while it is this replica's turn."""
+        for reference, kind in () if self._is_paused else self._members:
+            tensor = reference()
+            if tensor is not None:
+                _asking[id(tensor)] = self
+                tensor.__class__ = _asked(kind)
+
+    def lift(self) -> None:
+        for reference, kind in self._members:
+            tensor = reference()
+            if tensor is not None and _asking.pop(id(tensor), None) is not None:
+                tensor.__class__ = kind
+
+    def pause(self, *, is_levelled: bool) -> None:
+        """Nobody asks until `go_on`. ``is_levelled``: what replicas have scaled is brought together now."""
+        self.lift()
+        self._is_paused = True
+        if is_levelled:
+            self._norm = _NOT_YET
+
+    def go_on(self) -> None:
+        self._is_paused = False
+        self.put()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        self.lift()
+        try:
+            yield
+        finally:
+            self.put()
+
+    # -- what they ask ----------------------------------------------------------------------------------------------
+
+    def look_up(self, norm: Norm) -> None:
+        """A lookup has scaled rows, and is about to read them."""
+        self._norm, self._is_inside = norm, True
+
+    def is_alike(self, norm: tuple[Any, Any]) -> bool:
+        """Whether all lookups so far have been with this norm."""
+        return self._norm == norm
+
+    def ask(self, table: torch.Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises `UnsupportedError` where ``func`` uses ``table`` after lookups otherwise than in lookups like them."""
+        is_inside, self._is_inside = self._is_inside, False
+        if not self.is_used or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
+            return
+        name = str(getattr(getattr(func, "__self__", func), "__name__", func))  # of a property, not of what reads it
+        if func in _LOOKUPS and args[1] is table:
+            name = f"{name} with max_norm={kwargs.get('max_norm')}"
+            if self.is_alike((kwargs.get("max_norm"), kwargs.get("norm_type", 2.0))):
+                return
+        if func in _SCALES and all(one.numel() == 1 for one in tensors_in((args[1:], kwargs))):
+            self._norm = _SCALED
+            return
+        raise self._refuse(table, name)
+
+
+_NOT_YET, _SCALED = "not yet looked up", "scaled as a whole since"
+
+_asking: dict[int, _Group] = {}
+"""By ``id``: the tensors that ask."""
+
+_LOOKUPS = frozenset({F.embedding, F.embedding_bag})
+_READS_ROWS = frozenset({torch.embedding, torch.embedding_bag})
+_SCALES = frozenset({*methods("mul_", "div_", "__imul__", "__itruediv__"), torch._foreach_mul_, torch._foreach_div_})
+_DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+
+
+def _is_for_parameter(func: Callable[..., Any]) -> bool:
+    """Whether `torch.nn.Parameter` is being made of one: of what it does not know it wants a view of the same class."""
+    return func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
+class _Asks(torch.Tensor):
+    @classmethod
+    @uncompiled_because("on several replicas, what a table with max_norm is used for has to be seen where it happens")
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NEEDS_NO_VALUES or is_compiler_at_work():  # what is compiled leaves the call itself to Python
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        with ExitStack() as stack:
+            groups = {}
+            for tensor in tensors_in((args, kwargs)):
+                group = _asking.get(id(tensor)) if isinstance(tensor, _Asks) else None
+                if group is not None:  # the first time that it comes: it has been lifted then
+                    stack.enter_context(group.lifted())
+                    group.ask(tensor, func, args, kwargs)
+                    groups[id(tensor)] = tensor, group
+            if not groups:  # of a class that asks, and made of one that does
+                stack.enter_context(DisableTorchFunctionSubclass())
+            result = func(*args, **kwargs)
+            for tensor, group in groups.values():
+                for made in tensors_in(result):
+                    if share_storage(made, tensor) and not group.has(made):
+                        group.add(made, as_parameter=_is_for_parameter(func))
+            return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        group = _asking[id(self)]
+        with group.lifted():
+            group.ask(self, copy.deepcopy, (self,), {})
+            return copy.deepcopy(self, memo)
+
+
+_classes: dict[type, type] = {}
+
+
+def _asked(kind: type) -> type:
+    """A class like ``kind`` of which tensors ask."""
+    found = _classes.get(kind)
+    if found is None:
+        found = _classes[kind] = type(kind.__name__, (_Asks, kind), {"__module__": kind.__module__})
+    return found
+
+
+class ScalingLookups:
+    """Of one strategy."""
+
+    def __init__(self, strategy: Any, num_replicas: int, registry: VariableRegistry) -> None:
+        self._strategy, self._num_replicas, self._registry = strategy, num_replicas, registry
+        self._key = new_hook_key()
+        self._others = WeakOrdered()  # tables in no module of torch's
+        self._modules: tuple[int, list[weakref.ref[nn.Module]]] = (-1, [])  # with the registry's count of changes
+        self._groups: dict[int, list[_Group]] = {}  # by replica
+        if num_replicas > 1:
+            watch_scaling_lookups()
+
+    def begin(self, replicas: Iterable[int]) -> None:
+        """A run of these begins."""
+        if self._num_replicas == 1:
+            return
+        put_lookup_hook(self._key, self._note)
+        if self._modules[0] != self._registry.changes:
+            found = scaling_tables(self._registry.modules())
+            self._modules = self._registry.changes, [weakref.ref(one) for one in found]
+        if self._modules[1] or self._others.count:
+            known = {id(table): table for table in self._tables()}.values()
+            self._groups = {replica: [self._group([table]) for table in known] for replica in replicas}
+
+    def _tables(self) -> Iterator[torch.Tensor]:
+        """Those that are known."""
+        for reference in self._modules[1]:
+            module = reference()
+            weight = None if module is None else module._parameters.get("weight")
+            if weight is not None:
+                yield weight
+        yield from self._others.alive()
+
+    def end(self) -> None:
+        """It has ended, or failed."""
+        remove_lookup_hook(self._key)
+        if self._groups:
+            for group in self._all():
+                group.lift()
+            self._groups = {}
+
+    def switch(self, replica: int | None) -> None:
+        """It is the turn of this one; None: all stand still, and what any has looked up asks."""
+        if self._groups:
+            for group in self._all():
+                group.lift()
+            own = self._all() if replica is None else self._groups.get(replica, ())
+            for group in sorted(own, key=lambda one: one.is_used):  # of one table's the last one is asked
+                group.put()
+
+    def begin_step(self, replica: int, tensors: Sequence[torch.Tensor]) -> None:
+        """These are about to be stepped on all replicas, which brings scaled rows together. Nothing asks until
+        `end_step`."""
+        for group in self._groups.get(replica, ()):
+            group.pause(is_levelled=any(map(group.has, tensors)))
+
+    def end_step(self, replica: int) -> None:
+        for group in self._groups.get(replica, ()):
+            group.go_on()
+
+    def _all(self) -> Iterator[_Group]:
+        return itertools.chain.from_iterable(self._groups.values())
+
+    def _group(self, tensors: Iterable[torch.Tensor]) -> _Group:
+        return _Group(tensors, self._refused)
+
+    def _note(self, table: torch.Tensor, max_norm: float, norm_type: float) -> None:
+        context = get_replica_context()
+        if context is None or context.strategy is not self._strategy:
+            return
+        groups = self._groups.setdefault(context.replica_id_in_sync_group, [])
+        group = next((one for one in groups if one.has(table)), None)
+        if group is None:
+            meant = self._meant_by(table)
+            if not meant:
+                return
+            group = self._group(meant)
+            groups.append(group)
+        group.look_up((max_norm, norm_type))
+        group.put()
+
+    def _meant_by(self, table: torch.Tensor) -> list[torch.Tensor]:
+        """The table with the variables whose memory it shares. What a replica has for itself is its own affair, but
+        what it has computed it may have computed from a variable."""
+        copied, variables = self._registry.copied(), self._registry.tensors()
+        variables += [slot.tensor for slot in self._registry.buffer_slots() if slot.tensor is not None]
+        shown = [one for one in variables if one is table or (share_storage(one, table) and overlap(one, table))]
+        shown = [one for one in shown if id(one) not in copied]
+        for one in shown:
+            self._others.add(one)
+        return list({id(one): one for one in (table, *shown)}.values()) if shown or not table.is_leaf else []
+
+    def _refused(self, table: torch.Tensor, by: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._registry.describe(table)} has max_norm, and the step uses it as a whole ({by}) beside looking "
+            f"rows up. A lookup scales rows in place, and each of {self._num_replicas} replicas only those of its own "
+            "part of the batch, so each would use another table than one device does. Use it in lookups only; or leave "
+            "max_norm out, and scale all rows after the optimizer's step: "
+            "with torch.no_grad(): table.weight.copy_(table.weight.renorm(2, 0, max_norm))."
+        )
