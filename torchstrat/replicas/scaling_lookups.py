@@ -9,8 +9,8 @@ a row that another replica has scaled already would be scaled anew.
 
 Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run begins, others from their first lookup.
 
-Not told: what scripted modules do; a table in none of these modules whose lookups are all made in functions that have
-been compiled outside of runs; a view that a step has made of one before its first lookup in any run.
+Not told: what asks no class (``torch.tensor(weight)``); a table in none of these modules whose lookups are all made in
+functions that have been compiled outside of runs, and a view of one from before its first lookup in any run.
 """
 
 from __future__ import annotations
@@ -132,9 +132,11 @@ class _Group:
     def ask(self, table: torch.Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises `UnsupportedError` where ``func`` uses ``table`` after lookups otherwise than in lookups like them."""
         is_inside, self._is_inside = self._is_inside, False
-        if not self.is_used or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
+        if not self.is_used or func in _ASKS_FORM or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
             return
-        name = str(getattr(getattr(func, "__self__", func), "__name__", func))  # of a property, not of what reads it
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__  # type: ignore[attr-defined]  # the property
         if func in _LOOKUPS and args[1] is table:
             name = f"{name} with max_norm={kwargs.get('max_norm')}"
             if self.is_alike((kwargs.get("max_norm"), kwargs.get("norm_type", 2.0))):
@@ -153,6 +155,12 @@ _asking: dict[int, _Group] = {}
 _LOOKUPS = frozenset({F.embedding, F.embedding_bag})
 _READS_ROWS = frozenset({torch.embedding, torch.embedding_bag})
 _SCALES = frozenset({*methods("mul_", "div_", "__imul__", "__itruediv__"), torch._foreach_mul_, torch._foreach_div_})
+_ASKS_FORM = frozenset(
+    {
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
+        *methods("new_zeros", "new_ones", "new_empty", "new_full", "is_same_size", "data_ptr"),
+    }
+)
 _DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
@@ -244,7 +252,7 @@ class ScalingLookups:
         remove_lookup_hook(self._key)
         if self._groups:
             for group in self._all():
-                group.lift()
+                group.pause(is_levelled=True)  # for good: a replica may still be in what it has been stopped in
             self._groups = {}
 
     def switch(self, replica: int | None) -> None:
