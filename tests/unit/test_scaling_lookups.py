@@ -103,6 +103,19 @@ def test_a_run_that_raises_leaves_the_table_as_it_was(place):
         assert table.weight.norm() > 0
 
 
+def test_a_table_that_an_interrupted_run_has_left_is_put_right_by_the_next():
+    with opened("mirrored x2") as strategy:
+        with strategy.scope():
+            table = _table()
+        kinds: list[type] = []
+        strategy.run(lambda: kinds.append(type(table.weight)))
+        table.weight.__class__ = kinds[0]
+        assert type(table.weight) is not nn.Parameter
+        assert table.weight.norm() > 0
+        strategy.run(lambda: table(torch.tensor([1, 2])))
+        assert type(table.weight) is nn.Parameter
+
+
 def test_functions_that_have_to_be_compiled_whole_are_told_why():
     with opened("mirrored x2") as strategy:
         with strategy.scope():

@@ -68,6 +68,8 @@ class _Group:
 
     def add(self, tensor: torch.Tensor, *, as_parameter: bool = False) -> None:
         key, kind = id(tensor), nn.Parameter if as_parameter else type(tensor)
+        if issubclass(kind, _Asks):  # a Ctrl-C has come between
+            kind = kind.__bases__[1]
         self._members.append((weakref.ref(tensor, lambda gone: self._forget(key, gone)), kind))
 
     def _forget(self, key: int, gone: weakref.ref[torch.Tensor]) -> None:
@@ -97,8 +99,9 @@ class _Group:
     def lift(self) -> None:
         for reference, kind in self._members:
             tensor = reference()
-            if tensor is not None and _asking.pop(id(tensor), None) is not None:
+            if tensor is not None and _asking.get(id(tensor)) is not None:
                 tensor.__class__ = kind
+                del _asking[id(tensor)]
 
     def pause(self, *, is_levelled: bool) -> None:
         """Nobody asks until `go_on`. ``is_levelled``: what replicas have scaled is brought together now."""

@@ -57,7 +57,7 @@ class Components:
         self._devices = devices
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
-        self._buffers = ComponentBuffers(devices, registry.buffer_rules)
+        self.buffers = ComponentBuffers(devices, registry.buffer_rules)
         self._helpers = ComponentHelpers(watches_leader=True) if helpers is None else helpers
         self._attributes = ComponentAttributes()
         self._plain = PlainTensors()
@@ -80,10 +80,8 @@ class Components:
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def begin(self, replicas: list[int], members: Members) -> None:
-        """Give every replica of this run its components, equal to the central ones. The central ones stay installed.
-
-        ``members``: what the registry has now.
-        """
+        """Give every replica of this run its components, equal to the central ones, which stay installed. ``members``:
+        what the registry has now."""
         device = self._parameter_device
         self._replicas = list(replicas)
         self._leader = replicas[0]
@@ -96,8 +94,8 @@ class Components:
         self._level()
         vectors = {id(vector) for vector in members.vectors}
         slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
-        self._buffers.begin(slots, members.modules, self._replicas, members.views)
-        shared = vectors | {id(state.original) for state in self._buffers.states} | set(map(id, members.views))
+        self.buffers.begin(slots, members.modules, self._replicas, members.views)
+        shared = vectors | {id(state.original) for state in self.buffers.states} | set(map(id, members.views))
         self._helpers.begin(members.helpers, self._replicas, shared)
         self._attributes.begin(members.modules, self._replicas, shared)
         self._plain.begin(self._registry.plain_tensors(), shared)
@@ -107,9 +105,6 @@ class Components:
     def _level(self) -> None:
         """A run begins: every replica has what the central components are."""
         self.refresh()
-
-    def refuse_edits_of_viewed_buffers(self) -> None:
-        self._buffers.refuse_edits_of_viewed()
 
     def end(self, weights: list[float] | None, rows: Sequence[int | None] = ()) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
@@ -123,7 +118,7 @@ class Components:
             self._restore_unedited()
         else:
             self.merge_rows()
-            self._buffers.merge(weights, rows)
+            self.buffers.merge(weights, rows)
         self._settle_newborn()
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
@@ -135,7 +130,7 @@ class Components:
         self.streams.end()
 
     def _let_go(self, *, failed: bool, is_round: bool = False) -> None:
-        self._buffers.end(failed=failed)
+        self.buffers.end(failed=failed)
         self._helpers.end(is_round=is_round)
         self._attributes.end(self._leader)
         self._plain.end()
@@ -165,8 +160,8 @@ class Components:
                 if keeps_unedited and slot.unedited is None:
                     self._keep_unedited(slot)
         if key != CENTRAL:
-            if self._buffers.states:
-                self._buffers.park(key)
+            if self.buffers.states:
+                self.buffers.park(key)
             if self._helpers.helpers:
                 self._helpers.park(key)
             self._attributes.park(key)
@@ -238,8 +233,8 @@ class Components:
         self._installed, self._is_parked = key, False
 
     def _install_objects(self, replica: int) -> None:
-        if self._buffers.states:
-            self._buffers.install(replica)
+        if self.buffers.states:
+            self.buffers.install(replica)
         if self._helpers.helpers:
             self._helpers.install(replica)
         self._attributes.install(replica)
@@ -570,14 +565,14 @@ class Components:
 
     def expect_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """The replica whose turn it is is about to register a buffer."""
-        if self._buffers.was_there(module):
-            self._buffers.expect(module, name, value, self._holder)
+        if self.buffers.was_there(module):
+            self.buffers.expect(module, name, value, self._holder)
 
     def register_module(self, module: nn.Module) -> None:
         """A new module's variables have their first values and are about to be used."""
         self.register_newborn([tensor for tensor in module._parameters.values() if tensor is not None])
-        if not self._buffers.was_there(module):
-            self._buffers.add_module(module, self._holder)
+        if not self.buffers.was_there(module):
+            self.buffers.add_module(module, self._holder)
 
     def note_copy(self, module: nn.Module) -> None:
         """``module`` has been made by a deep copy."""
@@ -600,4 +595,4 @@ class Components:
             slot = None if tensor is None else self._slots.get(id(tensor))
             if slot is not None:
                 self.note_use_of(slot, self._holder)
-        self._buffers.note_use(module, self._holder)
+        self.buffers.note_use(module, self._holder)

@@ -346,7 +346,7 @@ class InProcessReplicas:
             try:
                 self._components.activate(None)
                 if not failed:
-                    self._components.refuse_edits_of_viewed_buffers()
+                    self._components.buffers.refuse_edits_of_viewed()
                 if not failed and len(weights.active) > 1 and (not self._rounds or any(self._ends_round)):
                     self._report_differing(weights.active)
             except BaseException:

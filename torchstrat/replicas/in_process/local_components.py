@@ -44,9 +44,9 @@ class LocalComponents(Components):
         """`end` where replicas stay apart; but buffers become alike where there are ``weights``, as a round ends."""
         self.park()
         if weights is None:
-            self._buffers.keep_apart()
+            self.buffers.keep_apart()
         else:
-            self._buffers.merge(weights, ())
+            self.buffers.merge(weights, ())
         self._settle_newborn()
         self._leave()
         for slot in self._slots.values():
@@ -65,7 +65,7 @@ class LocalComponents(Components):
         states = [dict(one.state) for one in self._registry.optimizers()]
         if replica != self._home:
             states = [self._helpers.state_of(one, replica, self._home) for one in self._registry.optimizers()]
-        return OwnValues(parameters, self._buffers.own_of(replica, self._registry.named_buffer_slots()), states)
+        return OwnValues(parameters, self.buffers.own_of(replica, self._registry.named_buffer_slots()), states)
 
     def put_own_values(self, own: Mapping[int, OwnValues], roster: Roster) -> None:
         """Every replica finds these in the next run."""
@@ -78,7 +78,7 @@ class LocalComponents(Components):
                 slot.data[replica] = copy_to(value.detach(), self._devices[replica])
                 slot.versions[replica] = tensor._version
             slot.keep_apart(tensor)
-        self._buffers.put_own(own, self._registry.named_buffer_slots())
+        self.buffers.put_own(own, self._registry.named_buffer_slots())
         for number, optimizer in enumerate(self._registry.optimizers()):
             states = {r: values.optimizers[number] for r, values in own.items() if r and values.optimizers}
             self._helpers.put_states(optimizer, states)
