@@ -77,7 +77,7 @@ _frames = _Frames()
 strategies: weakref.WeakSet[StrategyLike] = weakref.WeakSet()
 """All strategies of this process that are still there."""
 
-_default_strategy: Callable[[], StrategyLike]
+_default_strategy: functools._lru_cache_wrapper[StrategyLike]
 
 
 def set_default(make: Callable[[], StrategyLike]) -> None:
@@ -87,7 +87,8 @@ def set_default(make: Callable[[], StrategyLike]) -> None:
 
 
 def is_default(strategy: StrategyLike) -> bool:
-    return strategy is _default_strategy()
+    """Makes none to compare with."""
+    return _default_strategy.cache_info().currsize > 0 and strategy is _default_strategy()
 
 
 @functools.cache
