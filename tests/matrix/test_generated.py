@@ -83,6 +83,9 @@ ONCE_WRONG = {
     "hooks of steps that are called within another step": drawn(
         backward="autograd.grad", optimizer="Decaying", groups="two rates", after="weights clamped by step hooks"
     ),
+    "a wrapper's count after a step that a replica sits out": drawn(
+        stem="padded embedding", edit="centre", optimizer="Lookahead", rows=(9, 1, 7, 7)
+    ),
     **ONCE_WRONG_ON_TPU,
 }
 """What drawn programs have shown and was repaired, by what it was about."""

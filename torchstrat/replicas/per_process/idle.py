@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from torchstrat.core import nest
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.optimizers import load_in_place
+from torchstrat.core.optimizers import is_listed, load_in_place
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
@@ -66,6 +67,8 @@ class _Manifest(NamedTuple):
     counted: list[str]
     """Of the program's objects, attributes to which the step has added 1."""
     helpers: list[Any]
+    settings: list[Any]
+    """What steps of optimizers of classes of one's own have set in their attributes."""
 
 
 class IdleReplicas:
@@ -109,8 +112,10 @@ class IdleReplicas:
             self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
         if self._first != OWNER:
             self._lend_state()
+        is_first = self._world.rank == self._first
         self._counts.begin(self._registry.objects)
-        self._attributes = _attributes_of(self._registry) if self._world.rank == self._first else {}
+        self._attributes = _attributes_of(self._registry) if is_first else {}
+        self._settings = [_settings_of(one) for one in self._registry.optimizers()] if is_first else []
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
@@ -144,6 +149,8 @@ class IdleReplicas:
             self._gradients.pending = manifest.pending
             self._materialise(manifest)
             self._load_helpers(manifest.helpers)
+            for optimizer, changed in zip(self._registry.optimizers(), manifest.settings, strict=False):
+                optimizer_state.put(vars(optimizer), changed)
             _put_attributes(self._registry, manifest.attributes)
             self._counts.warn_of_missed(manifest.counted)
         level_plain(self._world, self._registry, self._first, AFTER)
@@ -179,6 +186,10 @@ class IdleReplicas:
             _changed_attributes(self._registry, self._attributes),
             self._counts.grown_by(1),
             [self._state_of(helper) for helper in self._registry.helpers()],
+            [
+                optimizer_state.changes(optimizer, before)
+                for optimizer, before in zip(self._registry.optimizers(), self._settings, strict=False)
+            ],
         )
 
     def _state_of(self, helper: Any) -> Any:
@@ -291,6 +302,11 @@ class IdleReplicas:
             for target, gradient, status in zip(targets, received, manifest.gradients.values(), strict=True):
                 if target is not None:
                     self._records.take_over(target, gradient, status)
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Its attributes, where steps may set some: its groups are in its state."""
+    return [] if is_listed(type(optimizer)) else optimizer_state.settings(optimizer)[:1]
 
 
 def _state_dict(helper: Any) -> Any:
