@@ -83,6 +83,9 @@ ONCE_WRONG = {
     "hooks of steps that are called within another step": drawn(
         backward="autograd.grad", optimizer="Decaying", groups="two rates", after="weights clamped by step hooks"
     ),
+    "a sum that is assigned after one that was zeroed in place": drawn(
+        loss="sum", backward="autograd.grad", zero="in place", rows=(2, 1, 2, 2)
+    ),
     "a wrapper's count after a step that a replica sits out": drawn(
         stem="padded embedding", edit="centre", optimizer="Lookahead", rows=(9, 1, 7, 7)
     ),

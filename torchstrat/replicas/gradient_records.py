@@ -213,10 +213,11 @@ class GradientRecords:
 
     def settle(self, roster: Roster, found: Sequence[dict[str, tuple[float, float]]]) -> None:
         """``found``: `new_in_sum` of the ranks that ran. What all of these have alike (a gradient that was zeroed in
-        place, or scaled, after its step) is combined, so that the others can have the same."""
+        place, or scaled, after its step) is combined, so that the others can have the same. What is assigned in its
+        place from now on is new, as after that step."""
         for name, tensor in roster.items():
             if name in found[0] and all(one.get(name) == found[0][name] for one in found):
-                self.take_over(tensor, tensor.grad, GradientStatus.COMBINED)
+                self.take_over(tensor, tensor.grad, GradientStatus.USED)
 
     def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, status: GradientStatus) -> None:
         """Make ``gradient`` the one of ``tensor``. One that is a part of a flat buffer stays that. Of a sum, what is
