@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -275,3 +276,40 @@ def test_a_sampler_that_follows_the_training_is_drawn_from_when_pytorch_would(tw
     assert all(len({tuple(sorted(rows)) for rows in found}) > 2 for found in plain), "and so it does follow"
     assert mine_all(1) == plain
     assert two_processes.run(mine_all, 2) == [plain] * 2
+
+
+# -- batches that are read ahead ---------------------------------------------------------------------------------------
+
+
+class ByBuffer(IterableDataset[Any]):
+    """Draws which row is next, of those at hand."""
+
+    def __iter__(self) -> Iterator[Any]:
+        at_hand = list(range(8))
+        for row in range(8, 64):
+            chosen = random.randrange(8)
+            yield torch.tensor(at_hand[chosen])
+            at_hand[chosen] = row
+        yield from map(torch.tensor, at_hand)
+
+
+def read_ahead() -> tuple[list[int], list[float]]:
+    """The rows, and what the program draws beside."""
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
+    options = ts.InputOptions(per_replica_buffer_size=3)
+    seed(5)
+    found: tuple[list[int], list[float]] = ([], [])
+    try:
+        for rows in strategy.distribute_dataset(DataLoader(ByBuffer(), 4), options):
+            found[0].extend(rows.values[0].tolist())
+            time.sleep(0 if strategy.is_chief else 0.01)  # a thread would read meanwhile
+            found[1].append(random.random())
+        return found
+    finally:
+        strategy.close()
+
+
+def test_ranks_that_read_ahead_draw_alike(two_processes: Workers) -> None:
+    (first, beside), (second, beside_second) = two_processes.run(read_ahead)
+    assert sorted(first + second) == list(range(64))
+    assert beside == beside_second

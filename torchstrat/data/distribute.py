@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -30,7 +30,7 @@ from torchstrat.data.options import (
 )
 from torchstrat.data.order import refuse_distributed_sampler
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY
-from torchstrat.data.position import FixedSizes, Resume, Saved, StepPerItem, Terms
+from torchstrat.data.position import FixedSizes, Resume, Saved, StepPerItem, Stream, Terms
 from torchstrat.data.sources import Source, make_source, refuse_distributed
 from torchstrat.data.streams import bare_steps, element_steps
 
@@ -169,7 +169,7 @@ def _opener(
                 for number, part in parts.items()
             }
         standing = FixedSizes(streams, source.declared_batch, layout, saved)
-        here = any(stream.here for stream in streams.values())
+        here = _has_to_read_here(layout, [source], streams.values())
         return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False, here=here)
 
     def open_equal_chunks(saved: Saved | None) -> Reading:
@@ -177,12 +177,19 @@ def _opener(
             source.agree(layout.peers)
         stream, prepare = source.open_equal_chunks(layout, ahead, None if saved is None else saved.streams[0])
         standing = StepPerItem({0: stream}, saved)
-        compared = source.compared
-        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=compared, here=stream.here)
+        here = _has_to_read_here(layout, [source], [stream])
+        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=source.compared, here=here)
 
     if layout.bare:
         return open_bare
     return open_equal_chunks if policy is AutoShardPolicy.DATA else open_fixed_sizes
+
+
+def _has_to_read_here(layout: InputLayout, sources: Iterable[Source], streams: Iterable[Stream[Any]]) -> bool:
+    """Whether no thread may read ahead. Processes that read the same, or share it out by what all draw alike, would
+    come to differ where their threads draw between other draws of the program."""
+    drawn_alike = layout.peers is not None and any(source.draws for source in sources)
+    return drawn_alike or any(stream.here for stream in streams)
 
 
 def _pipeline(
@@ -274,7 +281,7 @@ def hand_out_elements(
         streams = {number: source.open(resumes.get(number)) for number, source in numbered.items()}
         elements = [stream.items for stream in streams.values()]
         steps = bare_steps(elements[0]) if layout.bare else element_steps(elements, layout)
-        here = any(stream.here for stream in streams.values())
+        here = _has_to_read_here(layout, sources, streams.values())
         return Reading(steps, _nothing, StepPerItem(streams, saved), pipelines, agreed=layout.bare, here=here)
 
     def terms() -> Terms:

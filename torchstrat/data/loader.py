@@ -100,6 +100,10 @@ class LoaderSource(Source):
         return self._converted(CollateToCut(collate), resume)
 
     @property
+    def draws(self) -> bool:
+        return not (self.has_workers or draws_nothing(self.loader))
+
+    @property
     def compared(self) -> bool:
         return self._iterable  # else rank 0's indices make every rank read the same
 

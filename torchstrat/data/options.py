@@ -60,7 +60,8 @@ class InputOptions(_Fields):
         experimental_per_replica_buffer_size: batches kept ready for each replica. With 1 (the default) the dataset's
             own code runs in the thread that asks for the batch, as in a PyTorch loop, so that its random draws are
             reproducible; only data-loading workers and copies to an accelerator run ahead. With more, the dataset is
-            read that many batches ahead in a background thread.
+            read that many batches ahead in a background thread; in the asking one where there are several processes
+            and its code may draw.
         auto_shard_policy: how processes share the data; None reads ``dataset.auto_shard_policy``, else AUTO.
         empty_replicas: what a replica does in a step in which it has no rows: ``"skip"`` the step (default), or
             ``"run"`` it with tensors of zero rows, as TensorFlow does.

@@ -326,8 +326,10 @@ def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
 
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:
-    """Whether reading a batch is known to run no code but torch's and Python's own, which draws nothing."""
-    return loader.collate_fn is default_collate and all(type(part) in _KNOWN for part in parts_of(loader.dataset))
+    """Whether reading a batch is known to run no code but torch's, Python's and ours, which draws nothing."""
+    return loader.collate_fn is default_collate and all(
+        type(part) in _KNOWN or (isinstance(part, Pipeline) and not part.functions) for part in parts_of(loader.dataset)
+    )
 
 
 _KNOWN = (TensorDataset, list, tuple, range)

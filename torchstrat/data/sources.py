@@ -72,6 +72,11 @@ class Source(ABC):
     rows_alone: bool = False
     """Whether the user said that no row of a batch depends on the others; see ``collate`` of `InputOptions`."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether reading it in this process may draw from the process's random streams."""
+        return not self.has_workers
+
     def agree(self, peers: Communicator | None) -> None:  # noqa: B027 - most sources choose nothing
         """Take over rank 0's random choices for the next `open`. Every process calls it right before that."""
 
@@ -163,6 +168,10 @@ class PipelineSource(Source):
         self.passes = 0
         self._agreed_seed: int | None = None
 
+    @property
+    def draws(self) -> bool:
+        return bool(self.data.functions)
+
     def agree(self, peers: Communicator | None) -> None:
         if peers is not None and self.data.needs_seed:
             self._agreed_seed = peers.broadcast_object(draw_seed(), 0, "the seed of a shuffled dataset")
@@ -252,6 +261,7 @@ class ListSource(Source):
     """A list (or other sequence) of global batches in memory."""
 
     rereads = False
+    draws = False
 
     def __init__(self, batches: Sequence[nest.Nest]) -> None:
         self._batches = batches
