@@ -23,6 +23,7 @@ from torchstrat.core import nest
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import is_listed, load_in_place
+from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
@@ -372,12 +373,16 @@ Attributes = dict[tuple[int, str], _Attribute]
 
 
 def _attributes_of(registry: VariableRegistry) -> Attributes:
-    """Those that can be handed over: no objects that hold modules or what is trained."""
-    names = {id(value): name for name, value in _belongings(registry).items()}
+    """Those that can be handed over: no objects that hold modules or what is trained, nor what is a part of a variable
+    or a buffer and changes with it."""
+    belongings = _belongings(registry)
+    names = {id(value): name for name, value in belongings.items()}
+    tensors = [value for value in belongings.values() if isinstance(value, torch.Tensor)]
+    addresses = {address_of(one) for one in tensors if has_address(one)}
     found = {}
     for module in registry.modules():
         for name, value in vars(module).items():
-            if name not in _OF_MODULES and (content := _pickled(value, names)) is not None:
+            if name not in _OF_MODULES and (content := _pickled(value, names, addresses)) is not None:
                 found[registry.number_of(module), name] = _Attribute(value, content)
     return found
 
@@ -451,19 +456,22 @@ def _is_own_data(value: Any) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """``at_leaves``: ids of what a nest of containers holds itself. There everything with a name goes by it; inside of
-    other objects, of which each rank has to keep its own, only what is not trained."""
+    """``addresses``: of memory of what has a name. ``at_leaves``: ids of what a nest of containers holds itself. There
+    everything with a name goes by it; inside of other objects, of which each rank has to keep its own, only what is
+    not trained."""
 
-    def __init__(self, file: io.BytesIO, names: dict[int, str], at_leaves: set[int]) -> None:
+    def __init__(self, file: io.BytesIO, names: dict[int, str], addresses: set[int], at_leaves: set[int]) -> None:
         super().__init__(file)
-        self._names = names
-        self._at_leaves = at_leaves
+        self._names, self._addresses, self._at_leaves = names, addresses, at_leaves
 
     def persistent_id(self, value: Any) -> str | None:
-        is_tied = isinstance(value, nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad)
         name = self._names.get(id(value))
+        is_tied = isinstance(value, nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad)
+        is_part = name is None and isinstance(value, torch.Tensor) and has_address(value)
         if is_tied and (name is None or id(value) not in self._at_leaves):
             raise pickle.PicklingError("is not plain")
+        if is_part and address_of(value) in self._addresses:
+            raise pickle.PicklingError("shares memory")
         return name
 
 
@@ -476,10 +484,10 @@ class _Unpickler(pickle.Unpickler):
         return self._belongings[name]
 
 
-def _pickled(value: Any, names: dict[int, str]) -> bytes | None:
+def _pickled(value: Any, names: dict[int, str], addresses: set[int]) -> bytes | None:
     file = io.BytesIO()
     try:
-        _Pickler(file, names, {id(leaf) for leaf in nest.leaves(value)}).dump(value)
+        _Pickler(file, names, addresses, {id(leaf) for leaf in nest.leaves(value)}).dump(value)
     except Exception:
         return None
     return file.getvalue()
