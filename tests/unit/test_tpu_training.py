@@ -517,6 +517,66 @@ def test_hooks_of_parameters_see_the_combined_gradient_of_autograd_grad(counts: 
     assert_as_mirrored(program, replicas=len(counts), gradient_reduce_op=op)
 
 
+class Remembering(nn.Module):
+    """Keeps what it has computed, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.kept = nn.Linear(3, 2), 0, [torch.zeros(())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = self.inner(x).tanh()
+        self.kept.append(self.last.detach().mean())
+        return self.last / self.calls
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (3, 2, 1)])
+def test_what_modules_keep_is_each_replicas_own(counts: tuple[int, ...]) -> None:
+    def program(strategy: ts.Strategy) -> Any:
+        with strategy.scope():
+            model = Remembering()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> Any:
+            model.kept.clear()
+            model(x).square().mean().backward()
+            (model.last.detach().mean() * model(x).mean()).backward()
+            optimizer.step()
+            return model.last.detach().mean(), sum(model.kept), torch.tensor(model.calls)
+
+        found = [strategy.run(step, args=(rows_of(counts, seed=seed),)) for seed in range(2)]
+        return [found, *model.parameters()]
+
+    assert_as_mirrored(program, replicas=len(counts))
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (3, 2, 1)])
+def test_hooks_that_a_step_registers(counts: tuple[int, ...]) -> None:
+    def halve(p: torch.Tensor) -> None:
+        p.grad = p.grad * 0.5
+
+    def program(strategy: ts.Strategy) -> Any:
+        with strategy.scope():
+            layer = nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            handles = [layer.weight.register_hook(lambda gradient: gradient * gradient)]
+            handles.append(layer.bias.register_post_accumulate_grad_hook(halve))
+            losses = layer(x).tanh().square()
+            losses.mean().backward()
+            for handle in handles:
+                handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+            return losses.detach()
+
+        return [[strategy.run(step, args=(rows_of(counts, seed=seed),)) for seed in range(2)], *layer.parameters()]
+
+    assert_as_mirrored(program, replicas=len(counts))
+
+
 # -- results --------------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,8 @@ class KeptTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
             kept = next((one for one in args if isinstance(one, cls)), None)
             shape = "" if kept is None else f" of shape {tuple(kept.shape)}"
+        if func is _TENSOR.clone:
+            return kept  # of nothing: lists that have one are copied, too
         if func in (_TENSOR.__repr__, _TENSOR.__format__):
             return f"<a tensor{shape} of a run that is over>"
         raise UnsupportedError(

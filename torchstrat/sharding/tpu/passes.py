@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat.core._torch_private import set_version_counters, untouched_by_surroundings
+from torchstrat.core.creation import MembersWatch, Watcher
 from torchstrat.core.optimizers import be_idle, make_stand_in
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
-from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
+from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
@@ -63,6 +64,7 @@ class _Held:
     first_version: int = 0
     first_grad: torch.Tensor | None = None
     first_memory: torch.Tensor | None = None
+    first_hooks: tuple[dict[int, Any], ...] = ()
     entered_version: int = 0
 
     def give_back(self) -> None:
@@ -125,6 +127,7 @@ class _Values:
             for held in self._held.values():
                 tensor = held.tensor
                 held.first_version, held.first_grad = tensor._version, tensor.grad
+                held.first_hooks = tuple({} if hooks is None else dict(hooks) for hooks in _hooks_of(tensor))
                 if id(tensor) in self._exposed:
                     held.lend(self._memory_of(held), held.agreed_version)
                 elif held.first_version != held.agreed_version:
@@ -155,6 +158,15 @@ class _Values:
                     tensor.data, held.first_memory = held.first_memory, None
                     set_version_counters([tensor], [held.first_version])
                 tensor.grad = held.first_grad
+                for hooks, first in zip(_hooks_of(tensor), held.first_hooks, strict=True):
+                    if hooks is not None and hooks.keys() != first.keys():
+                        hooks.clear()
+                        hooks.update(first)
+
+
+def _hooks_of(tensor: Any) -> tuple[dict[int, Any] | None, ...]:
+    """Of backward passes, which are made as one: they call the first pass's."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def _copy(gradient: torch.Tensor) -> torch.Tensor:
@@ -174,7 +186,9 @@ class Passes:
     def __init__(self, registry: VariableRegistry, count: int, threads: WorkerThreads) -> None:
         self._registry, self._count = registry, count
         self._values = _Values(registry)
-        self._helpers = ComponentHelpers()
+        self._helpers, self._attributes = ComponentHelpers(), ComponentAttributes()
+        tell = lambda *_: self._attributes.made_members()  # noqa: E731
+        self._members = MembersWatch(Watcher(lambda: self.index is not None, tell, tell, tell))
         self._in_progress = StepInProgress()  # the first pass's
         self._installed = FIRST
         self._baton = Baton(range(count), threads, self._switch)
@@ -201,9 +215,11 @@ class Passes:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._members.begin()
         try:
             returned = self._baton.run(main, begin=self._begin, end=lambda _: self._end())
         finally:
+            self._members.end()
             for handle in handles:
                 handle.remove()
             self._values.forget()  # what is alive when the program runs would be a result of it
@@ -211,6 +227,7 @@ class Passes:
 
     def _begin(self) -> None:
         self._helpers.begin(self._registry.helpers(), list(range(self._count)))
+        self._attributes.begin(self._registry.modules(), list(range(self._count)))
         self._values.agree()
 
     def _end(self) -> None:
@@ -237,7 +254,9 @@ class Passes:
         wanted = FIRST if index is None else index
         if wanted != self._installed:
             self._helpers.park(self._installed)
+            self._attributes.park(self._installed)
             self._helpers.install(wanted)
+            self._attributes.install(wanted)
             self._installed = wanted
         if wanted != FIRST:
             self._values.enter_other(wanted)
