@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
+import torchstrat as ts
 from tests.support.replicas import reference
-from torchstrat.errors import UnsupportedError
+from torchstrat.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.testing import contract
 from torchstrat.testing.contract_on_tpu import OTHER_NUMBERS, REFUSED, run_case_on_tpu
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
+from torchstrat.testing.training import regression
 
 pytestmark = [
     pytest.mark.unit,
@@ -47,6 +52,38 @@ def on_fake(case: contract.Case, replicas: int):
 def test_numbers_of_plain_training(name, replicas):
     case = CASES[name]
     contract.check(case, on_fake(case, replicas), reference(case, replicas))
+
+
+UNEVEN_ALWAYS = ("blocks_over_the_whole_step", "elements_exchanged_by_optimizer", "gan", "update_by_hand")
+REFUSED_UNEVEN = {
+    "inner_optimizer_over_a_copy": "made parameters and steps them",
+    "inner_optimizer_over_tensors": "no longer make the same calls",  # as many steps as a replica has rows
+    "adversarial_input": "differs between replicas",
+    "buffers_of_every_kind": "outside of the run that it belongs to",
+    "buffer_behind_the_hooks": "outside of the run that it belongs to",
+}
+EVEN = [
+    name
+    for name in TRAINED
+    if CASES[name].batches is regression and name != "gradient_noise_drawn_in_step"  # from another stream
+]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in UNEVEN_ALWAYS else pytest.mark.soak) for name in EVEN]
+)
+def test_numbers_of_mirrored_training_on_uneven_batches(name):
+    case = replace(CASES[name], batches=partial(regression, (8, 12, 5, 7, 9)))
+    if name in REFUSED_UNEVEN:
+        with pytest.raises((UnsupportedError, ReplicaDivergenceError), match=REFUSED_UNEVEN[name]):
+            on_fake(case, 2)
+        return
+    mirrored = ts.MirroredStrategy(["cpu:0", "cpu:1"], gradient_reduce_op=case.gradient_reduce_op)
+    try:
+        expected = run_case_on_tpu(case, mirrored)
+    finally:
+        mirrored.close()
+    contract.check(case, on_fake(case, 2), expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)

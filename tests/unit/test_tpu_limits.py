@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -60,6 +61,13 @@ def with_backward_hook(made: Any, x: torch.Tensor) -> Any:
 def checkpointed(made: Any, x: torch.Tensor, use_reentrant: bool) -> Any:
     middle = lambda y: made.linear(y).tanh()  # noqa: E731
     return checkpoint(middle, x.requires_grad_(), use_reentrant=use_reentrant).sum().backward()
+
+
+def trained_copy(made: Any, x: torch.Tensor) -> Any:
+    fast = copy.deepcopy(made.linear)
+    inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+    fast(torch.ones(1, 2)).sum().backward()
+    inner.step()
 
 
 def backward_to_rows(made: Any, x: torch.Tensor) -> Any:
@@ -204,6 +212,7 @@ WITH_ROWS: list[tuple[type[Exception], str, Any, ts.RunOptions | None, Step]] = 
         None,
         lambda _, x: here().all_reduce("sum", x.sum()) if len(x) == 2 else x,
     ),
+    (UnsupportedError, "has made parameters and steps them", own(*UNLIKE), None, trained_copy),
     (UnsupportedError, rf"checkpoint{PLACE}", own(*UNLIKE), None, partial(checkpointed, use_reentrant=False)),
     (StructureMismatchError, "the same structure", UNEVEN, None, lambda made, x: [x] * len(x)),
     (UnsupportedError, "momentum=None counts batches on the host", UNEVEN, None, lambda made, x: made.norm(x)),

@@ -18,15 +18,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat.core._torch_private import set_version_counters, untouched_by_surroundings
 from torchstrat.core.creation import MembersWatch, Watcher
-from torchstrat.core.optimizers import be_idle, make_stand_in
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.optimizers import be_idle, make_stand_in, stepped_by
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
+from torchstrat.replicas.in_process.process_settings import ProcessSettings
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
@@ -97,7 +100,7 @@ class _Values:
     def agree(self) -> None:
         """All passes stand still: what is there now is what each of them goes on with."""
         buffers = [slot.tensor for slot in self._registry.buffer_slots()]
-        tensors = [*self._registry.tensors(), *(buffer for buffer in buffers if buffer is not None)]
+        tensors = [one for one in (*self._registry.tensors(), *buffers) if one is not None and not is_lazy(one)]
         with untouched_by_surroundings():
             self._held = {
                 id(one): _Held(one, one.detach().clone(), one._version, None if one.grad is None else _copy(one.grad))
@@ -187,6 +190,7 @@ class Passes:
         self._registry, self._count = registry, count
         self._values = _Values(registry)
         self._helpers, self._attributes = ComponentHelpers(), ComponentAttributes()
+        self._settings = ProcessSettings()
         tell = lambda *_: self._attributes.made_members()  # noqa: E731
         self._members = MembersWatch(Watcher(lambda: self.index is not None, tell, tell, tell))
         self._in_progress = StepInProgress()  # the first pass's
@@ -228,11 +232,14 @@ class Passes:
     def _begin(self) -> None:
         self._helpers.begin(self._registry.helpers(), list(range(self._count)))
         self._attributes.begin(self._registry.modules(), list(range(self._count)))
-        self._values.agree()
+        self._settings.begin(range(self._count))
+        with explaining():
+            self._values.agree()
 
     def _end(self) -> None:
         self._switch(None)
         self._helpers.end()
+        self._settings.end()
 
     def meet(self, call: str, payload: Any, combine: Combine) -> Any:
         """See `Baton.meet`."""
@@ -240,7 +247,7 @@ class Passes:
         def then_agree(payloads: dict[int, Any]) -> dict[int, Any]:
             with explaining(current_place):
                 results = combine(payloads)
-            self._values.agree()
+                self._values.agree()
             return results
 
         return self._baton.meet(call, payload, then_agree)
@@ -251,6 +258,8 @@ class Passes:
 
     def _switch(self, index: int | None) -> None:
         self._values.leave_other()
+        if index is not None:  # what is done while all stand still sets nothing
+            self._settings.activate(index)
         wanted = FIRST if index is None else index
         if wanted != self._installed:
             self._helpers.park(self._installed)
@@ -314,7 +323,20 @@ class Passes:
                 self._is_evaluated(_name_of(optimizer), False)
         else:
             self._helpers.forget_state(optimizer)
-        self.meet(_name_of(optimizer), None, dict.fromkeys)
+        self.meet(_name_of(optimizer), optimizer, _require_one)
+
+
+def _require_one(optimizers: dict[int, Optimizer]) -> dict[int, None]:
+    """Raises `UnsupportedError` where passes have stepped other variables than the first, which alone has stepped."""
+    first, *others = ({id(tensor) for tensor in stepped_by(optimizer)} for optimizer in optimizers.values())
+    if any(other != first for other in others):
+        raise UnsupportedError(
+            f"the step has made parameters and steps them ({type(optimizers[FIRST]).__name__}), in a run in which "
+            "replicas have different numbers of rows: on this strategy there would be others for each number of rows. "
+            "Make modules that a step trains within `with strategy.scope():`, or leave partial batches out "
+            "(drop_last=True)."
+        )
+    return dict.fromkeys(optimizers)
 
 
 def _name_of(optimizer: Optimizer) -> str:
