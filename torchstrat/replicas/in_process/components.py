@@ -27,8 +27,8 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
-from torchstrat.replicas.in_process.plain_tensors import PlainTensors
 from torchstrat.replicas.optimizer_state import SharedState
+from torchstrat.replicas.python_state import PlainTensors
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable
 

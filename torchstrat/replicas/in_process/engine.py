@@ -50,6 +50,7 @@ from torchstrat.replicas.local_updates import (
 )
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import StepsOutside
+from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import (
     DifferingEdits,
@@ -57,7 +58,6 @@ from torchstrat.replicas.state import (
     edited_differently,
     state_edited_differently,
 )
-from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 

@@ -52,12 +52,12 @@ from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
 from torchstrat.replicas.per_process.idle import IdleReplicas
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
+from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings
-from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.transfer import broadcast_tensors
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"

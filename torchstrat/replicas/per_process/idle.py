@@ -33,8 +33,8 @@ from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.per_process.edits import level_plain
 from torchstrat.replicas.per_process.step_policies import OWNER
+from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.roster import Rosters
-from torchstrat.replicas.step_counts import StepCounts
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 BEFORE = "the start of a run (some replicas have no rows)"
