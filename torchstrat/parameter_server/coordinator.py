@@ -297,7 +297,7 @@ class ClusterCoordinator:
     def fetch(self, val: RemoteValue[PlainT]) -> PlainT: ...
     @overload
     def fetch(self, val: Any) -> Any: ...
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: object) -> Any:
         """``val``, a nest, with every `RemoteValue` in it replaced by its result (tensors as NumPy arrays)."""
         return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
@@ -463,7 +463,7 @@ class ClusterCoordinator:
             self, reader, builder.rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
         )
 
-    def release(self, *objects: Any) -> None:
+    def release(self, *objects: object) -> None:
         """Drop modules, optimizers, variables, datasets, iterators and resources from servers and workers, now.
 
         What the program has no reference to any more goes by itself. This is for what it cannot drop, or keeps for

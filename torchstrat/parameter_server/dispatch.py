@@ -36,7 +36,7 @@ class MisusedBuilderError(ClosureInputError, InvalidArgumentError):
 class WorkerIterator:
     """One worker's iterator over its own copy of a per-worker dataset."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._batches = _iterate(dataset)
 
     def __iter__(self) -> WorkerIterator:
@@ -88,7 +88,7 @@ class Resources:
         return WorkerIterator(self.get(spec.source))
 
 
-def _iterate(dataset: Any) -> Iterator[Any]:
+def _iterate(dataset: object) -> Iterator[Any]:
     """A new pass over a dataset of batches."""
     if isinstance(dataset, list | tuple | dict | str | bytes):
         raise WrongTypeError(
@@ -127,7 +127,7 @@ class Recent:
         self._entries.move_to_end(key)
         return self._entries[key]
 
-    def add(self, key: Hashable, value: Any = None) -> None:
+    def add(self, key: Hashable, value: object = None) -> None:
         self._entries[key] = value
         self._entries.move_to_end(key)
         if len(self._entries) > self._limit:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 COMBINERS = ("mean", "sum", "sqrtn")
 
 
-def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> torch.Tensor:
+def embedding_lookup(params: object, ids: object, max_norm: float | None = None) -> torch.Tensor:
     """The rows ``ids`` of a table, in the order of the ids: shape ``ids.shape + row shape``.
 
     Args:
@@ -53,7 +53,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> to
 
 
 def embedding_lookup_sparse(
-    params: Any, sp_ids: Any, sp_weights: Any, combiner: str | None = None, max_norm: float | None = None
+    params: object, sp_ids: object, sp_weights: object, combiner: str | None = None, max_norm: float | None = None
 ) -> torch.Tensor:
     """One combination of table rows per example: shape ``(examples,) + row shape``. Examples without ids give zeros.
 
@@ -78,9 +78,9 @@ def embedding_lookup_sparse(
 
 
 def safe_embedding_lookup_sparse(
-    embedding_weights: Any,
-    sparse_ids: Any,
-    sparse_weights: Any = None,
+    embedding_weights: object,
+    sparse_ids: object,
+    sparse_weights: object = None,
     combiner: str | None = "mean",
     default_id: int | None = None,
     max_norm: float | None = None,
@@ -109,7 +109,7 @@ def safe_embedding_lookup_sparse(
     return _combined(table, entries, weights, kind, max_norm, call)
 
 
-def lookup_rows(table: Any, ids: torch.Tensor) -> torch.Tensor:
+def lookup_rows(table: object, ids: torch.Tensor) -> torch.Tensor:
     """The one place where rows are read: ``ids`` ``(n,)`` int64 of one shard, or of a whole table, → ``(n, …)``.
 
     Every shard is asked, also for no rows, so that each has a gradient.
@@ -283,7 +283,7 @@ class _Table:
     spans: Sequence[tuple[int, int]]
 
     @classmethod
-    def of(cls, params: Any) -> _Table:
+    def of(cls, params: object) -> _Table:
         if isinstance(params, torch.nn.Embedding):
             return cls((params,), ((0, params.num_embeddings),))
         if isinstance(params, ShardedVariable):
@@ -322,7 +322,7 @@ class _Table:
         return torch.cat([part.to(device) for part in parts]).index_select(0, order)
 
 
-def _checked_ids(given: Any, call: str) -> torch.Tensor:
+def _checked_ids(given: object, call: str) -> torch.Tensor:
     ids: torch.Tensor = torch.as_tensor(given)
     if not isinstance(given, torch.Tensor) and not ids.numel():
         ids = ids.long()  # no numbers have no dtype of their own

@@ -160,7 +160,7 @@ class Endpoint(Protocol):
         self,
         to: Peer,
         method: str,
-        payload: Any = None,
+        payload: object = None,
         *,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,

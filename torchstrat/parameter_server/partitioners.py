@@ -29,13 +29,13 @@ _STRING_KINDS = "OUS"
 class PartitionFunction(Protocol):
     """What a ``variable_partitioner`` is: one of the classes below, or a function of the user."""
 
-    def __call__(self, shape: Sequence[int], dtype: Any) -> Sequence[int]: ...
+    def __call__(self, shape: Sequence[int], dtype: object) -> Sequence[int]: ...
 
 
 class Partitioner:
     """Base class of the partitioners; calling it without overriding ``__call__`` raises `NotImplementedError`."""
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         """One number per dimension of ``shape``: the number of shards at ``axis``, 1 elsewhere.
 
         Args:
@@ -53,9 +53,9 @@ class _AlongAxis(Partitioner, ABC):
     """A partitioner that only has to say the number of shards of the one dimension."""
 
     @abstractmethod
-    def _shards(self, sizes: tuple[int, ...], dtype: Any, axis: int) -> int: ...
+    def _shards(self, sizes: tuple[int, ...], dtype: object, axis: int) -> int: ...
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         sizes = tuple(operator.index(size) for size in shape)
         if not 0 <= axis < len(sizes):
             raise InvalidArgumentError(
@@ -77,7 +77,7 @@ class FixedShardsPartitioner(_AlongAxis):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
 
-    def _shards(self, sizes: tuple[int, ...], dtype: Any, axis: int) -> int:
+    def _shards(self, sizes: tuple[int, ...], dtype: object, axis: int) -> int:
         return min(self._num_shards, sizes[axis])
 
 
@@ -102,7 +102,7 @@ class MinSizePartitioner(_AlongAxis):
         self._max_shards = _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def _shards(self, sizes: tuple[int, ...], dtype: Any, axis: int) -> int:
+    def _shards(self, sizes: tuple[int, ...], dtype: object, axis: int) -> int:
         total_bytes = math.prod(sizes) * _element_bytes(dtype, self._bytes_per_string)
         return max(1, min(sizes[axis], self._max_shards, -(-total_bytes // self._min_shard_bytes)))
 
@@ -126,7 +126,7 @@ class MaxSizePartitioner(_AlongAxis):
         self._max_shards = _positive("max_shards", max_shards) if max_shards else None
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def _shards(self, sizes: tuple[int, ...], dtype: Any, axis: int) -> int:
+    def _shards(self, sizes: tuple[int, ...], dtype: object, axis: int) -> int:
         if 0 in sizes:
             raise InvalidArgumentError(
                 f"MaxSizePartitioner got shape {sizes}: a variable without elements has no size to divide. Use "
@@ -172,7 +172,7 @@ def row_offsets(rows: int, shards: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) -> int:
+def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: object) -> int:
     """How many shards ``partitioner`` wants for a variable, checked; 1 leaves it whole. A scalar is always whole.
 
     More shards than rows are one per row, as in `row_offsets`.
@@ -210,7 +210,7 @@ def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) 
     return min(partitions[0], size[0]) or 1
 
 
-def _whole_numbers(answer: Any) -> list[int] | None:
+def _whole_numbers(answer: object) -> list[int] | None:
     """``answer`` as a list of numbers, or None where it is none."""
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence | np.ndarray):
         return None
@@ -220,5 +220,5 @@ def _whole_numbers(answer: Any) -> list[int] | None:
         return None
 
 
-def _name(partitioner: Any) -> str:
+def _name(partitioner: object) -> str:
     return getattr(partitioner, "__qualname__", type(partitioner).__qualname__)

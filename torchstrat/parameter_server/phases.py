@@ -210,7 +210,7 @@ def read_log(folder: Path, task: Task) -> list[Line]:
     return [Line(**{**row, "fault": Fault(**row["fault"]) if row["fault"] else None}) for row in whole]
 
 
-def _append(folder: Path, task: Task, event: str, fault: Fault | None = None, **about: Any) -> None:
+def _append(folder: Path, task: Task, event: str, fault: Fault | None = None, **about: object) -> None:
     row = {"event": event, "pid": os.getpid(), "time": time.time(), "fault": fault and asdict(fault), **about}
     descriptor = os.open(_log_of(folder, task), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:

@@ -85,7 +85,7 @@ class RemoteValue(Generic[T_co]):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
-    def _set_result(self, result: Any) -> None:
+    def _set_result(self, result: object) -> None:
         self._result = result
         self._end()
 
@@ -118,7 +118,7 @@ class RemoteValue(Generic[T_co]):
         return f"<RemoteValue of function {self._function} ({self._name}), {state}>"
 
 
-def _to_numpy(leaf: Any) -> Any:
+def _to_numpy(leaf: object) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
     if leaf.dtype == torch.bfloat16:
@@ -246,7 +246,7 @@ def require_builder(fn: Any, call: str) -> None:
         )
 
 
-def refuse_remote_values(value: Any, remote_type: type, call: str) -> None:
+def refuse_remote_values(value: object, remote_type: type, call: str) -> None:
     for leaf in nest.leaves(value):
         if isinstance(leaf, remote_type):
             raise InvalidArgumentError(
@@ -258,21 +258,21 @@ def refuse_remote_values(value: Any, remote_type: type, call: str) -> None:
 class Constant:
     """A dataset function for a dataset that is there already."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
 
     def __call__(self) -> Any:
         return self._dataset
 
 
-def is_function(dataset_fn: Any) -> bool:
+def is_function(dataset_fn: object) -> bool:
     """Whether to call it for a dataset: a class of datasets is called; one of its objects, even if callable, is not."""
     if isinstance(dataset_fn, type):
         return True
     return callable(dataset_fn) and not (hasattr(dataset_fn, "__getitem__") or hasattr(dataset_fn, "__iter__"))
 
 
-def require_dataset(dataset: Any) -> Any:
+def require_dataset(dataset: object) -> Any:
     if isinstance(dataset, list | tuple | dict | str | bytes) or not (
         hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
     ):

@@ -281,7 +281,7 @@ class WorkerCalls:
             future = self._call(known.peer, "worker.run", rest)
         future.add_done_callback(partial(self._answered, known, batch.number))
 
-    def send_recall(self, known: KnownWorker, recalled: Any) -> None:
+    def send_recall(self, known: KnownWorker, recalled: object) -> None:
         future = self._call(known.peer, "worker.recall", recalled)
         future.add_done_callback(partial(self._handed_back, known.peer))
 
@@ -291,7 +291,7 @@ class WorkerCalls:
         wait(calls, timeout=self._job.timeout_seconds)
         return {number for call in calls if call.done() and call.exception() is None for number in call.result()}
 
-    def _call(self, peer: Peer, method: str, payload: Any) -> Future[Any]:
+    def _call(self, peer: Peer, method: str, payload: object) -> Future[Any]:
         try:
             return self._job.endpoint.call(peer, method, payload, timeout_seconds=_UNLIMITED_SECONDS)
         except Exception as error:  # whatever it is, it is the functions' error, and not that of who happens to send
@@ -389,7 +389,7 @@ def release(objects: Sequence[Any], job: Job, registry: VariableRegistry, works:
     job.let_go(list(going.values()))
 
 
-def _parts_of(value: Any) -> Iterator[Any]:
+def _parts_of(value: object) -> Iterator[Any]:
     """What goes with it, itself included."""
     if isinstance(value, nn.Module):
         for module in value.modules():
@@ -406,7 +406,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
         )
 
 
-def _needs(value: Any) -> Iterator[Any]:
+def _needs(value: object) -> Iterator[Any]:
     """What a function that refers to ``value`` may use, and what it cannot be without."""
     yield value
     if isinstance(value, nn.Module):
@@ -436,5 +436,5 @@ def _others(job: Job, registry: VariableRegistry, going: Mapping[int, Any]) -> I
             yield _name_of(value)
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     return repr(value)[:80] if isinstance(value, PerWorkerValues | Variable) else f"a {type(value).__name__}"

@@ -188,7 +188,7 @@ class LossCheck:
 
     @contextmanager
     def _looking(self, weights: StepWeights) -> Iterator[None]:
-        def look(roots: Any, replica: int) -> None:
+        def look(roots: object, replica: int) -> None:
             if not isinstance(roots, torch.Tensor) or roots.grad_fn is None:
                 return
             self._is_over = True

@@ -63,7 +63,9 @@ def _combined_by_weight(engine: Any, op: ReduceOp, gradients: tuple[torch.Tensor
     return [gradient / weight if weight else torch.zeros_like(gradient) for gradient in combined]
 
 
-def differentiable(function: type[torch.autograd.Function], value: Any, exchange: Exchange, how: Any, call: str) -> Any:
+def differentiable(
+    function: type[torch.autograd.Function], value: object, exchange: Exchange, how: object, call: str
+) -> Any:
     """Apply one of the functions above to the leaves of a nest, in a single exchange."""
     tensors = [as_tensor(leaf, call) for leaf in nest.leaves(value)]
     if not tensors:

@@ -141,7 +141,7 @@ def _regroup(ids: tuple[int, ...], values: list[Any], weights: Weights | None, *
     )
 
 
-def _is_own(value: Any) -> bool:
+def _is_own(value: object) -> bool:
     """Whether a replica's result is computed, and not some object that all replicas share."""
     if isinstance(value, torch.Tensor):
         return not isinstance(value, torch.nn.Parameter)

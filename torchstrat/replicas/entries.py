@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 
-def reference_of_entry(owner: Any, entries: dict[int, Any]) -> weakref.ref[Any]:
+def reference_of_entry(owner: object, entries: dict[int, Any]) -> weakref.ref[Any]:
     """For the ``reference`` of an entry that is made for ``owner``, and is dropped from ``entries`` with it."""
     key = id(owner)
 

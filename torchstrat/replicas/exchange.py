@@ -151,14 +151,14 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
 
 
-def _pack(value: Any) -> Any:
+def _pack(value: object) -> Any:
     if not isinstance(value, torch.Tensor) or _meta(value) is None:
         return value
     content = bytes_of(value.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
     return _Packed(content, value.shape, value.dtype)
 
 
-def _unpack(value: Any) -> Any:
+def _unpack(value: object) -> Any:
     if not isinstance(value, _Packed):
         return value
     if not value.content:
@@ -166,11 +166,11 @@ def _unpack(value: Any) -> Any:
     return torch.frombuffer(bytearray(value.content), dtype=torch.uint8).view(value.dtype).view(value.shape)
 
 
-def _portable(value: Any) -> Any:
+def _portable(value: object) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _meta(value: Any) -> Any:
+def _meta(value: object) -> Any:
     """What must be equal for tensors to travel as they are; None: send it as an object."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         return tuple(value.shape), value.dtype

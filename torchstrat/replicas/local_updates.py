@@ -202,7 +202,7 @@ def put_values(registry: VariableRegistry, roster: Roster, own: OwnValues) -> No
         optimizer.state.update(state)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value

@@ -63,7 +63,7 @@ class Newborn:
             self._handles.clear()
             self._watched.clear()
 
-    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+    def _on_member(self, module: nn.Module, name: str, member: object) -> None:
         if isinstance(member, torch.Tensor):
             if self._named is not None:
                 self._named(module, name, member)
@@ -96,12 +96,12 @@ class _BeforeForward:
         self._newborn = (lambda: None) if newborn is None else weakref.ref(newborn)
         self._is_done = False
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: object) -> None:
         newborn = self._newborn()
         if newborn is not None:
             self._is_done = newborn.before_forward(module, is_first=not self._is_done) or self._is_done
 
-    def __deepcopy__(self, memo: Any) -> _BeforeForward:
+    def __deepcopy__(self, memo: object) -> _BeforeForward:
         return _BeforeForward(None)
 
 

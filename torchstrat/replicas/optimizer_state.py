@@ -97,16 +97,16 @@ def _digest_of(found: list[Any], values: list[Any]) -> _Digest:
     return _Digest(found, number, [one for one in values if isinstance(one, torch.Tensor) and one.is_cpu])
 
 
-def _may_change(value: Any) -> bool:
+def _may_change(value: object) -> bool:
     """Whether it may become another plain value and stay the same object, as ``group["betas"][0] = 0.8`` makes it."""
     return isinstance(value, list) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     return is_plain(value) or isinstance(value, torch.Tensor)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether it is a number, a text or the like, or a list or tuple of these."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(is_plain, value)))
 
@@ -151,7 +151,7 @@ class SharedState:
         """Entries that the leader has looked at since its last step, as they were."""
         self.views: list[ReplicaView] = []
 
-    def keep(self, key: Any) -> None:
+    def keep(self, key: object) -> None:
         if key not in self.before:
             self.before[key] = self.copy_of(self.real[key]) if key in self.real else _MISSING
 
@@ -187,7 +187,7 @@ class _View(_Mapping):
         collections.defaultdict.__init__(self, getattr(shared.real, "default_factory", None))
         self.shared = shared
 
-    def __missing__(self, key: Any) -> Any:
+    def __missing__(self, key: object) -> Any:
         if self.default_factory is None:
             raise KeyError(key)
         self[key] = made = self.default_factory()
@@ -211,19 +211,19 @@ class _View(_Mapping):
 class LeaderView(_View):
     """The state itself, of which is kept what the leader's code looks at, and might edit."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         self.shared.keep(key)
         return self.shared.real[key] if key in self.shared.real else self.__missing__(key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.shared.keep(key)
         self.shared.real[key] = value
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         self.shared.keep(key)
         del self.shared.real[key]
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self.shared.real
 
     def __iter__(self) -> Iterator[Any]:
@@ -244,16 +244,16 @@ class ReplicaView(_View):
     def forget(self) -> None:
         self.own.clear()
 
-    def peek(self, key: Any) -> Any:
+    def peek(self, key: object) -> Any:
         """What it has there; None for nothing."""
         found = self.own[key] if key in self.own else self._theirs(key)
         return None if found is _MISSING else found
 
-    def _theirs(self, key: Any) -> Any:
+    def _theirs(self, key: object) -> Any:
         before = self.shared.before
         return before[key] if key in before else self.shared.real.get(key, _MISSING)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         own = self.own.get(key)
         if own is None:
             theirs = _MISSING if key in self.own else self._theirs(key)
@@ -262,15 +262,15 @@ class ReplicaView(_View):
             own = self.own[key] = self.shared.copy_of(theirs)
         return own
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.own[key] = value
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         if key not in self:
             raise KeyError(key)
         self.own[key] = None
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return self.own[key] is not None if key in self.own else self._theirs(key) is not _MISSING
 
     def __iter__(self) -> Iterator[Any]:

@@ -208,7 +208,7 @@ class OptimizerStep:
 
     # -- the hooks --------------------------------------------------------------------------------------------------
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
         if threading.get_ident() == self._thread:  # PyTorch's hook sees all optimizers of the process
             self._note(optimizer)
         if self.is_part_of_another():
@@ -222,7 +222,7 @@ class OptimizerStep:
             self._last_hooks.step_in_blocks(optimizer)
         return changed
 
-    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
         """The same as the hook of one optimizer, and the last one."""
         return None if self.is_part_of_another() else self._begin(optimizer, args, kwargs)
 
@@ -245,7 +245,7 @@ class OptimizerStep:
             self._in_progress.begin()
         return None
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.is_part_of_another():
             return
         if self._in_progress.frame is not None:
@@ -357,8 +357,8 @@ class Step(Protocol):
     """An `OptimizerStep`, or what stands for one."""
 
     def is_part_of_another(self) -> bool: ...
-    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any: ...
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> Any: ...
+    def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None: ...
 
 
 class StepsOutside:
@@ -434,13 +434,13 @@ class StepsOutside:
         for handle in self._handles.pop(optimizer, ()):
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
         if self._paused or self._step.is_part_of_another():
             return None
         self._is_begun = self._begin()
         return self._step.before_last(optimizer, args, kwargs) if self._is_begun else None
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_begun and not self._paused and not self._step.is_part_of_another():
             self._is_begun = False
             self._step.after(optimizer, args, kwargs)

@@ -176,7 +176,7 @@ class _Asks(torch.Tensor):
     @classmethod
     @uncompiled_because("on several replicas, what a table with max_norm is used for has to be seen where it happens")
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUES or is_compiler_at_work():  # what is compiled leaves the call itself to Python
@@ -220,7 +220,7 @@ def _asked(kind: type) -> type:
 class ScalingLookups:
     """Of one strategy."""
 
-    def __init__(self, strategy: Any, num_replicas: int, registry: VariableRegistry) -> None:
+    def __init__(self, strategy: object, num_replicas: int, registry: VariableRegistry) -> None:
         self._strategy, self._num_replicas, self._registry = strategy, num_replicas, registry
         self._key = new_hook_key()
         self._others = WeakOrdered()  # tables in no module of torch's

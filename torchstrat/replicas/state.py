@@ -97,7 +97,7 @@ class _Identity:
 
     __slots__ = ("_value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
@@ -373,7 +373,7 @@ class DifferingEdits:
             stacklevel=2,
         )
 
-    def report_settings(self, helper: Any, found: Difference | None) -> None:
+    def report_settings(self, helper: object, found: Difference | None) -> None:
         """``found``: what replicas have set differently in an optimizer or scheduler. All come to the same."""
         if found is None or self.is_told_of_settings:
             return
@@ -411,7 +411,7 @@ def state_edited_differently(states: Iterable[SharedState]) -> list[torch.Tensor
     ]
 
 
-def _are_alike(one: Any, other: Any) -> bool:
+def _are_alike(one: object, other: object) -> bool:
     """Of values that an optimizer keeps."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one is other or _are_equal(one, other)

@@ -168,11 +168,11 @@ def _stepped(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     return enumerate(tensor for group in optimizer.param_groups for tensor in group["params"])
 
 
-def _called(helper: Any, number: int) -> str:
+def _called(helper: object, number: int) -> str:
     return f"{type(helper).__name__} {number}"
 
 
-def _digest(value: Any) -> Digest:
+def _digest(value: object) -> Digest:
     if isinstance(value, torch.Tensor):
         has_values = not value.is_meta and not torch.nn.parameter.is_lazy(value)
         shape = tuple(value.shape) if has_values else ()

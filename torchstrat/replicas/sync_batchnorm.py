@@ -51,7 +51,7 @@ def convert_sync_batchnorm(module: nn.Module, leave: tuple[type[nn.Module], ...]
     return module
 
 
-def _require_convertible(layer: Any) -> None:
+def _require_convertible(layer: object) -> None:
     if isinstance(layer, _LAZY) and layer.has_uninitialized_params():
         raise InvalidArgumentError(
             f"convert_sync_batchnorm got a {type(layer).__name__} that has not seen an input yet; run one batch "
@@ -126,7 +126,7 @@ class _OwnForward(nn.Module):
 
     _of: type[nn.Module]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         replica = _several_replicas(self)
         if replica is None:
             return super().forward(*args, **kwargs)
@@ -146,7 +146,7 @@ class _OwnForward(nn.Module):
         return (_new, (self._of, *reduced[1][1:]), *reduced[2:])
 
 
-def _new(subclass: type[nn.Module], *arguments: Any) -> Any:
+def _new(subclass: type[nn.Module], *arguments: object) -> Any:
     made = _synchronised(subclass)
     return made.__new__(made, *arguments)
 
@@ -234,7 +234,7 @@ _READ: dict[Any, Callable[..., _Read]] = {F.batch_norm: _read_functional, torch.
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _over_replicas(layer: Any, x: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
+def _over_replicas(layer: object, x: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
     engine = replica.strategy._engine
     normalised = engine.sync_batch_norm(layer, x)
     return _normalise(layer, x, engine) if normalised is None else normalised

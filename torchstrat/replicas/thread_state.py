@@ -178,7 +178,7 @@ class OwnSettings:
         if self._grad:
             set_grad_enabled(False)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._grad:
             set_grad_enabled(True)
         if self._inference is not None:

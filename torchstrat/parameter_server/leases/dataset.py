@@ -146,7 +146,7 @@ class LeasedDataset:
     def __init__(
         self,
         functions: Functions,
-        reader: Any,
+        reader: object,
         dataset_rows: int,
         batch_size: int,
         *,
@@ -346,7 +346,7 @@ class LeasedDataset:
         return f"<{self._name}: {self.dataset_rows} rows, epoch {self.epoch}>"
 
 
-def require_batch_size(batch_size: Any) -> None:
+def require_batch_size(batch_size: object) -> None:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InvalidArgumentError(f"batch_size={batch_size!r} must be a whole number of rows, at least 1.")
 

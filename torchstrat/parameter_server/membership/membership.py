@@ -380,7 +380,7 @@ class Rendezvous:
         if tells:
             self._call_back(self._on_left, peer, reason)
 
-    def _call_back(self, callback: Callable[[Peer, Any], None], peer: Peer, about: Any) -> None:
+    def _call_back(self, callback: Callable[[Peer, Any], None], peer: Peer, about: object) -> None:
         with self._callbacks:
             self._calling_back = threading.get_ident()
             try:

@@ -68,14 +68,14 @@ class Described:
     spec: VariableSpec
 
 
-def culprit_of(error: Exception, last: Any) -> tuple[Any, str]:
+def culprit_of(error: Exception, last: object) -> tuple[Any, str]:
     """What could not be pickled, and why."""
     if isinstance(error, Refused):
         return error.value, error.reason
     return last, why_not(last, error)
 
 
-def _is_derived(value: Any) -> bool:
+def _is_derived(value: object) -> bool:
     """Whether it was computed from parameters. Modules keep such tensors and renew them in their forward pass: masked
     and normalised weights."""
     return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
@@ -94,7 +94,7 @@ class Outgoing:
 
     makes_plain = False
 
-    def __init__(self, catalog: Catalog, root: Any, fresh: frozenset[int] | None = None) -> None:
+    def __init__(self, catalog: Catalog, root: object, fresh: frozenset[int] | None = None) -> None:
         self._catalog = catalog
         self._root = root
         self._fresh = fresh if fresh is not None else frozenset()
@@ -103,7 +103,7 @@ class Outgoing:
         self.tokens: dict[Token, Any] = {}
         self.described: set[Token] = set()
 
-    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+    def reference_to(self, value: object) -> tuple[Any, ...] | None:
         if id(value) in self._fresh:
             return None
         if type(value) in _NEVER_CAPTURED:
@@ -123,7 +123,7 @@ class Outgoing:
             raise Refused(value, reason)
         return None
 
-    def _described(self, value: Any) -> tuple[Any, ...] | None:
+    def _described(self, value: object) -> tuple[Any, ...] | None:
         """Within an increment: what the worker makes its own object from, at whatever place it meets it first."""
         spec = value.spec if isinstance(value, Described) else None
         if isinstance(value, torch.Tensor):
@@ -134,19 +134,19 @@ class Outgoing:
         found = self._catalog.recipe_of(value)
         return ("made", *found) if found is not None else None
 
-    def _mixes(self, value: Any) -> str | None:
+    def _mixes(self, value: object) -> str | None:
         if isinstance(value, LogicalDeviceMethods):  # as every strategy is
             return "it is another strategy than the one that schedules the function."
         return None
 
-    def enters(self, value: Any) -> bool:
+    def enters(self, value: object) -> bool:
         """Whether ``value`` is sent with its contents."""
         return id(value) in self._fresh or self._catalog.token_of(value) is None
 
-    def by_value(self, value: Any) -> bool:
+    def by_value(self, value: object) -> bool:
         return self._catalog.reach.by_value(value, self._root, self._memo)
 
-    def rests_on(self, value: Any) -> list[tuple[Look, list[Any]]] | None:
+    def rests_on(self, value: object) -> list[tuple[Look, list[Any]]] | None:
         """Of a function or class that goes by name: see `Reach.rests_on`."""
         return self._catalog.reach.rests_on(value)
 
@@ -259,7 +259,7 @@ class Catalog:
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
-    def register(self, value: Any, token: Token, recipe: Recipe | None = None) -> None:
+    def register(self, value: object, token: Token, recipe: Recipe | None = None) -> None:
         """Give an object, of any class but the builtin containers, a token of its own. It is held weakly, where its
         class allows that.
 
@@ -274,7 +274,7 @@ class Catalog:
             if recipe is not None:
                 self._pending.append(entry)
 
-    def token_of(self, value: Any) -> Token | None:
+    def token_of(self, value: object) -> Token | None:
         """The token of a captured object; None for any other."""
         entry = self._by_id.get(id(value))
         if entry is not None:
@@ -290,7 +290,7 @@ class Catalog:
             return entry.token if entry is not None else None
         return None
 
-    def refer_to(self, value: Any) -> Token | None:
+    def refer_to(self, value: object) -> Token | None:
         """`token_of`, for what something that is sent refers to: it has to be part of an increment."""
         token = self.token_of(value)
         if token in self._aside:
@@ -298,7 +298,7 @@ class Catalog:
                 self._pending.append(self._aside.pop(token))
         return token
 
-    def recipe_of(self, value: Any) -> tuple[Token, Recipe] | None:
+    def recipe_of(self, value: object) -> tuple[Token, Recipe] | None:
         """The token and the recipe of an object that was registered with one."""
         entry = self._by_id.get(id(value))
         return (entry.token, entry.recipe) if entry is not None and entry.recipe is not None else None
@@ -315,7 +315,7 @@ class Catalog:
                     self._pending_specs[token] = spec
         return token
 
-    def _add(self, value: Any, token: Token, recipe: Recipe | None = None) -> _Entry:
+    def _add(self, value: object, token: Token, recipe: Recipe | None = None) -> _Entry:
         key, by_id, lifetimes = id(value), self._by_id, self._lifetimes
 
         def forget(_: object) -> None:
@@ -372,12 +372,12 @@ class Catalog:
             if child is not None:
                 self._take_in_tree(child, seen)
 
-    def _take_in(self, value: Any, kind: str) -> None:
+    def _take_in(self, value: object, kind: str) -> None:
         if id(value) not in self._by_id:
             self._pending.append(self._add(value, (kind, self._numbers[kind])))
             self._numbers[kind] += 1
 
-    def _matters(self, value: Any) -> bool:
+    def _matters(self, value: object) -> bool:
         """Whether a function that reaches ``value`` must travel by value: it is captured, or ought to be."""
         if id(value) in self._by_id or training_state_refusal(value) is not None:
             return True

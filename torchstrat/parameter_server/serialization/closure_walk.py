@@ -100,7 +100,7 @@ class Reach:
         self._holds_captured = holds_captured
         self._known: dict[tuple[Any, int], _Footprint] = {}
 
-    def by_value(self, value: Any, root: Any, memo: dict[int, bool]) -> bool:
+    def by_value(self, value: object, root: object, memo: dict[int, bool]) -> bool:
         """Whether a function, a class or a module that could be imported must be sent by value.
 
         ``root``: what is being sent, for the names that its functions use of a module. ``memo``: answers found while
@@ -115,7 +115,7 @@ class Reach:
                 memo[id(vars(module))] = True
         return answer
 
-    def _by_value(self, value: Any, root: Any, memo: dict[int, bool]) -> bool:
+    def _by_value(self, value: object, root: object, memo: dict[int, bool]) -> bool:
         if is_library(_module_of(value)):
             # A decorator's wrapper may be a library's code in the name of the user's function, never the reverse.
             return False
@@ -125,7 +125,7 @@ class Reach:
             )
         return self._reaches(value, memo)
 
-    def rests_on(self, root: Any) -> list[tuple[Look, list[Any]]] | None:
+    def rests_on(self, root: object) -> list[tuple[Look, list[Any]]] | None:
         """What the answer "no" for a function or a class rests on: things to look at, and what was seen. It stands as
         long as each of them shows the very same objects, and nothing else has been captured; None where that is too
         much to look at.
@@ -155,7 +155,7 @@ class Reach:
         seen = [(look, list(look())) for look in looks]
         return seen if sum(len(parts) for _, parts in seen) <= _MAX_SEEN else None
 
-    def _looks_at(self, value: Any) -> Iterator[Look]:
+    def _looks_at(self, value: object) -> Iterator[Look]:
         """How to see whether the walk would go on from ``value`` as it did."""
         if isinstance(value, types.FunctionType):
             yield functools.partial(_look_at_function, value, names_in(value.__code__))
@@ -169,7 +169,7 @@ class Reach:
         elif isinstance(value, functools.partial | Mapping | list | set) or not is_library(type(value).__module__):
             yield _look_at_parts(value)
 
-    def names_from(self, root: Any) -> frozenset[str]:
+    def names_from(self, root: object) -> frozenset[str]:
         """All names that functions reached from ``root`` use."""
         names: set[str] = set()
         for value in _walk(root, None):
@@ -177,7 +177,7 @@ class Reach:
                 names.update(names_in(value.__code__))
         return frozenset(names)
 
-    def _reaches(self, root: Any, memo: dict[int, bool]) -> bool:
+    def _reaches(self, root: object, memo: dict[int, bool]) -> bool:
         key = _key_of(root)
         known = self._known.get(key) if key is not None else None
         if (
@@ -202,7 +202,7 @@ class Reach:
             self._known[key] = footprint
         return False
 
-    def _enters(self, value: Any, footprint: _Footprint, memo: dict[int, bool]) -> bool:
+    def _enters(self, value: object, footprint: _Footprint, memo: dict[int, bool]) -> bool:
         """Whether importing the module of ``value`` would build captured objects again."""
         module = sys.modules.get(_module_of(value))
         if module is None or module.__name__ == "__main__" or id(vars(module)) in footprint.spaces:
@@ -240,7 +240,7 @@ def members_used(module: types.ModuleType, names: frozenset[str]) -> dict[str, A
     return {name: value for name, value in list(vars(module).items()) if name in names}
 
 
-def _walk(root: Any, footprint: _Footprint | None, *, only_data: bool = False) -> Iterator[Any]:
+def _walk(root: object, footprint: _Footprint | None, *, only_data: bool = False) -> Iterator[Any]:
     """Everything that ``root`` reaches, each once, ``root`` first. Libraries are left out; installed packages are
     looked at from within, but not entered from outside: they do not know the user's program. ``only_data``: not what
     functions, classes and modules reach."""
@@ -338,11 +338,11 @@ def _look_at_parts(value: Any) -> Look:
     return lambda: [type(value), *itertools.islice(value.__dict__.values(), _MAX_MEMBERS)]
 
 
-def _look_at_object(value: Any) -> tuple[Any, ...]:
+def _look_at_object(value: object) -> tuple[Any, ...]:
     return type(value), *value.__dict__.values()
 
 
-def _stays_as_it_is(value: Any) -> bool:
+def _stays_as_it_is(value: object) -> bool:
     """A frozen dataclass of nothing that changes, as settings are. A program with many of them would otherwise look at
     little else."""
     if type(value) is tuple:
@@ -353,7 +353,7 @@ def _stays_as_it_is(value: Any) -> bool:
     return all(map(_stays_as_it_is, getattr(value, "__dict__", {}).values()))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[Any]:
     if isinstance(value, type):
         if not is_library(value.__module__):
             yield from value.__bases__
@@ -373,7 +373,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from itertools.islice(list(getattr(value, "__dict__", {}).values()), _MAX_MEMBERS)
 
 
-def functions_of(member: Any) -> Iterator[Any]:
+def functions_of(member: object) -> Iterator[Any]:
     """What stands in a class's body: behind descriptors there are functions."""
     if isinstance(member, staticmethod | classmethod):
         yield member.__func__
@@ -383,17 +383,17 @@ def functions_of(member: Any) -> Iterator[Any]:
         yield member
 
 
-def _module_of(value: Any) -> str:
+def _module_of(value: object) -> str:
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     return name if isinstance(name, str) else ""
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: object) -> bool:
     """Whether what it reaches changes only with the globals that it names."""
     return is_installed(_module_of(value)) or (isinstance(value, types.FunctionType) and not value.__closure__)
 
 
-def _key_of(value: Any) -> tuple[Any, int] | None:
+def _key_of(value: object) -> tuple[Any, int] | None:
     """What an answer is remembered by; None where it is not."""
     if isinstance(value, types.FunctionType):
         return value.__code__, id(value.__globals__)
@@ -402,7 +402,7 @@ def _key_of(value: Any) -> tuple[Any, int] | None:
     return None
 
 
-def _package_of(value: Any) -> str:
+def _package_of(value: object) -> str:
     return _module_of(value).partition(".")[0]
 
 

@@ -51,7 +51,7 @@ LARGE_BYTES = 64 * 2**20
 """More data than this in a closure is worth a warning: it travels to every worker."""
 
 
-def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered | None = None) -> Packed:
+def pack(value: object, catalog: Catalog, what: str = "fn", remembered: Remembered | None = None) -> Packed:
     """Make a function (``what="fn"``) or its arguments (``what="args"``, say) ready for a worker. On the coordinator.
 
     ``what`` begins the paths in error messages; a function is called by its own name there. Call
@@ -127,7 +127,7 @@ class _ReferencesPickler(pickle.Pickler):
         self.tokens: dict[Token, Any] = {}
         self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
         if type(value) in _SIMPLE:
             return None
         token = None if isinstance(value, type | types.FunctionType) else self._token_of(value)
@@ -157,7 +157,7 @@ def unpack(packed: Packed, world: World) -> Any:
     return world.unpickle(packed.blob, packed.tensors, packed.buffers, packed.what)
 
 
-def pack_result(value: Any, world: World, what: str = "result") -> Packed:
+def pack_result(value: object, world: World, what: str = "result") -> Packed:
     """Make what a function returned ready for the coordinator. On the worker.
 
     All tensors, captured parameters among them, go as plain copies of their values on the CPU, without history; so does
@@ -197,7 +197,7 @@ _NONE = Packed(plain.dumps(None), what="result")
 """What most functions return that are scheduled for what they do."""
 
 
-def _unknown(reference: Any) -> Any:
+def _unknown(reference: object) -> Any:
     raise pickle.UnpicklingError(f"a result holds a reference, {reference!r}, and results hold none.")
 
 
@@ -209,7 +209,7 @@ class _Returning:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+    def reference_to(self, value: object) -> tuple[Any, ...] | None:
         if isinstance(value, torch.Tensor | TensorLike):
             return None
         token = self._world.token_of(value)
@@ -225,14 +225,14 @@ class _Returning:
             raise Refused(value, reason)
         return None
 
-    def by_value(self, value: Any) -> bool:
+    def by_value(self, value: object) -> bool:
         return False
 
     def names_used(self) -> frozenset[str]:
         return frozenset()
 
 
-def _warn_of_size(value: Any, name: str, packed: Packed, catalog: Catalog, references: Outgoing) -> None:
+def _warn_of_size(value: object, name: str, packed: Packed, catalog: Catalog, references: Outgoing) -> None:
     code = getattr(value, "__code__", None)
     key = code if isinstance(code, types.CodeType) else name
     if key in catalog.warned:
@@ -247,10 +247,10 @@ def _warn_of_size(value: Any, name: str, packed: Packed, catalog: Catalog, refer
     )
 
 
-def _data_in(value: Any, name: str, references: Outgoing) -> Iterator[tuple[str, int]]:
+def _data_in(value: object, name: str, references: Outgoing) -> Iterator[tuple[str, int]]:
     """Tensors, arrays and frozen modules that are sent by value: the path to each, and its bytes."""
 
-    def enters(part: Any) -> bool:
+    def enters(part: object) -> bool:
         return not isinstance(part, nn.Module) and references.enters(part)
 
     for path, part in paths(value, name, enters):

@@ -50,7 +50,7 @@ class World:
 
     # -- taking in --------------------------------------------------------------------------------------------------
 
-    def register(self, token: Token, value: Any) -> None:
+    def register(self, token: Token, value: object) -> None:
         """This worker's object for a token; it replaces an earlier one."""
         self._drop(token)
         self._objects[token] = value
@@ -161,7 +161,7 @@ class World:
         this process may lack its class."""
         return token in self._objects and not isinstance(self._objects[token], NotHere)
 
-    def token_of(self, value: Any) -> Token | None:
+    def token_of(self, value: object) -> Token | None:
         """The token of a captured object; None for any other."""
         return self._tokens.get(id(value))
 

@@ -123,7 +123,7 @@ def same_parts(now: list[Any], kept: list[Any]) -> bool:
     return True
 
 
-def keep(value: Any) -> Any:
+def keep(value: object) -> Any:
     """``value``, or a weak reference to it, where it could hold captured objects."""
     if type(value) in ATOMS or value is _MISSING or isinstance(value, _CONSTANTS):
         return value
@@ -162,7 +162,7 @@ def function_parts(fn: types.FunctionType, names: tuple[str, ...]) -> list[Any]:
     return parts
 
 
-def object_parts(value: Any) -> list[Any]:
+def object_parts(value: object) -> list[Any]:
     """All that an object of an ordinary class consists of."""
     members = vars(value)
     return [type(value), *members, *members.values()]
@@ -173,7 +173,7 @@ def class_parts(cls: type) -> list[Any]:
     return [*cls.__bases__, *members, *members.values()]
 
 
-def _of_weak(parts: Callable[..., list[Any]], reference: _Weak, *args: Any) -> list[Any]:
+def _of_weak(parts: Callable[..., list[Any]], reference: _Weak, *args: object) -> list[Any]:
     value = reference()
     return [] if value is None else parts(value, *args)
 
@@ -239,7 +239,7 @@ class Survey:
 
         return *globals_named(fn.__code__), *_OF_MODULES
 
-    def goes_by_name(self, value: Any) -> bool:
+    def goes_by_name(self, value: object) -> bool:
         from torchstrat.parameter_server.serialization.pickler import can_go_by_name
 
         return not self._references.by_value(value) and can_go_by_name(value)
@@ -277,7 +277,7 @@ class Survey:
                 self._looked.add(look)
                 self.guards.add(look, parts)
 
-    def _object(self, value: Any) -> None:
+    def _object(self, value: object) -> None:
         """An object of a program's own class, pickled as objects are."""
         kind: Any = type(value)
         ordinary = (
@@ -294,7 +294,7 @@ class Survey:
         self._note(partial(_of_weak, object_parts, _Weak(value)))
 
 
-def _named(holder: Any, name: str) -> tuple[Any, ...]:
+def _named(holder: object, name: str) -> tuple[Any, ...]:
     return (getattr(holder, name, _MISSING),)
 
 
@@ -318,7 +318,7 @@ class Remembered:
         self._catalog = catalog
         self._known: OrderedDict[int, _OfOneCode] = OrderedDict()
 
-    def find(self, fn: Any) -> Packed | None:
+    def find(self, fn: object) -> Packed | None:
         """What `keep` was given for this function, or for one that is equal to it in all its parts."""
         code = _code_of(fn)
         known = self._known.get(id(code))
@@ -330,7 +330,7 @@ class Remembered:
                 return packed
         return None
 
-    def keep(self, fn: Any, packed: Packed, references: Outgoing) -> None:
+    def keep(self, fn: object, packed: Packed, references: Outgoing) -> None:
         """``packed`` has just been made of ``fn``, with ``references``."""
         code = _code_of(fn)
         if code is None or packed.tensors:
@@ -351,7 +351,7 @@ class Remembered:
 
 
 class _OfOneCode:
-    def __init__(self, code: Any) -> None:
+    def __init__(self, code: object) -> None:
         self.code = code  # kept alive: it is known by its id
         self.entries: list[_Entry] = []
         self.failures = 0
@@ -370,7 +370,7 @@ def _code_of(fn: Any) -> Any:
 class _Entry:
     """One function as it was packed, and all that this rests on."""
 
-    def __init__(self, fn: Any, packed: Packed, references: Outgoing, catalog: Catalog) -> None:
+    def __init__(self, fn: object, packed: Packed, references: Outgoing, catalog: Catalog) -> None:
         from torchstrat.parameter_server.serialization.pickler import modules_sent_by_value
 
         self._sent_by_value = modules_sent_by_value
@@ -403,7 +403,7 @@ class _Entry:
             return [fn, fn.__code__, fn.__module__, fn.__qualname__]
         return [fn]
 
-    def packed_again(self, fn: Any, catalog: Catalog) -> Packed | None:
+    def packed_again(self, fn: object, catalog: Catalog) -> Packed | None:
         """For ``fn``, if it is the same."""
         if self._is_method is not (type(fn) is types.MethodType):
             return None
@@ -429,7 +429,7 @@ class _Entry:
         return packed
 
 
-def _weakly(value: Any) -> Any:
+def _weakly(value: object) -> Any:
     try:
         return weakref.ref(value)
     except TypeError:

@@ -49,14 +49,14 @@ def _do_nothing_callable() -> Callable[..., None]:
     return _do_nothing
 
 
-def _do_nothing(*_: object, **__: Any) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     return None
 
 
 class Refused(Exception):  # noqa: N818  # never leaves the package: `not_sendable` turns it into the user's error
     """Raised while pickling: ``value`` must not travel, for ``reason`` (which says what to do instead)."""
 
-    def __init__(self, value: Any, reason: str) -> None:
+    def __init__(self, value: object, reason: str) -> None:
         super().__init__(reason)
         self.value = value
         self.reason = reason
@@ -71,7 +71,7 @@ _PER_WORKER = (
 )
 
 
-def refusal(value: Any) -> str | None:
+def refusal(value: object) -> str | None:
     """Why an object of this kind never travels, even where a pickle could be made of it; None for all others."""
     if isinstance(value, io.IOBase):
         # cloudpickle turns a file open for reading into its contents, and refers to the standard streams.
@@ -107,7 +107,7 @@ def is_compiled(function: types.FunctionType) -> bool:
     return "_torchdynamo_orig_callable" in vars(function) and "_torchdynamo_disable" not in vars(function)
 
 
-def why_not(value: Any, error: BaseException) -> str:
+def why_not(value: object, error: BaseException) -> str:
     """Words for a failed pickle of ``value``: what kind of thing it is, or what Python said."""
     if _is_process_group(value):
         return "a process group exists in one process only; workers are not members of the coordinator's."
@@ -118,12 +118,12 @@ def why_not(value: Any, error: BaseException) -> str:
     return f"{said.rstrip('.')}. {_PER_WORKER}"
 
 
-def _is_process_group(value: Any) -> bool:
+def _is_process_group(value: object) -> bool:
     distributed = torch.distributed
     return distributed.is_available() and isinstance(value, distributed.ProcessGroup | distributed.Store)
 
 
-def training_state_refusal(value: Any) -> str | None:
+def training_state_refusal(value: object) -> str | None:
     """Why state of a training that no scope has seen does not travel; None for all that may go as a plain copy.
 
     A copy of it on a worker would be trained there, and thrown away.
@@ -164,19 +164,19 @@ def training_state_refusal(value: Any) -> str | None:
 # -- where ------------------------------------------------------------------------------------------------------------
 
 
-def not_sendable(where: str, value: Any, reason: str, destination: str) -> NotSendableError:
+def not_sendable(where: str, value: object, reason: str, destination: str) -> NotSendableError:
     """The error to raise because ``value``, found at the path ``where``, cannot travel to ``destination``."""
     return NotSendableError(f"{where} ({type_name(value)}) cannot travel to {destination}: {reason}")
 
 
-def type_name(value: Any) -> str:
+def type_name(value: object) -> str:
     kind = type(value)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     article = "an" if (module or kind.__qualname__)[0].lower() in "aeiou" else "a"
     return f"{article} {module}{kind.__qualname__}"
 
 
-def name_of(value: Any, what: str) -> str:
+def name_of(value: object, what: str) -> str:
     """How error messages call what is sent: a function by its own name, other things by their role."""
     if what != "fn":
         return what
@@ -190,7 +190,7 @@ def name_of(value: Any, what: str) -> str:
 
 
 def path_to(
-    root: Any, what: str, is_it: Callable[[Any], bool], enters: Callable[[Any], bool] = lambda _: True
+    root: object, what: str, is_it: Callable[[Any], bool], enters: Callable[[Any], bool] = lambda _: True
 ) -> str | None:
     """The shortest way from ``root``, which is called ``what``, to an object that ``is_it``; None where none is found.
 
@@ -199,7 +199,7 @@ def path_to(
     return next((path for path, value in paths(root, what, enters) if is_it(value)), None)
 
 
-def paths(root: Any, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+def paths(root: object, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Everything that ``root`` consists of, each object once, by the shortest way to it; the nearest first."""
     pending: collections.deque[tuple[str, Any]] = collections.deque([(what, root)])
     seen: dict[int, Any] = {}  # the values too: temporaries must outlive the search, or others could get their ids
@@ -213,7 +213,7 @@ def paths(root: Any, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple
             pending.extend((path + step, part) for step, part in _parts(value))
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: object) -> Iterator[tuple[str, Any]]:
     """What ``value`` consists of, each with how to write it after the path to ``value``."""
     if isinstance(value, str | bytes | int | float | complex | torch.Tensor | type(None)):
         return
@@ -262,7 +262,7 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", part) for name, part in list(vars(fn).items()))
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
     members = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
         for group in ("_modules", "_parameters", "_buffers"):
@@ -282,10 +282,10 @@ class NotHere:
 
     _why: FunctionError
 
-    def __new__(cls, *_: object, **__: Any) -> NotHere:
+    def __new__(cls, *_: object, **__: object) -> NotHere:
         return super().__new__(cls)
 
-    def __init__(self, *_: object, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     # -- what unpickling does to an object, whatever class it has
@@ -299,7 +299,7 @@ class NotHere:
     def extend(self, _: object) -> None:
         pass
 
-    def __setitem__(self, _: object, __: Any) -> None:
+    def __setitem__(self, _: object, __: object) -> None:
         pass
 
     # -- what programs do to it
@@ -307,7 +307,7 @@ class NotHere:
     def __getattr__(self, name: str) -> NoReturn:
         raise FunctionError(str(self._why)) from self._why
 
-    def _refuse(self, *_: object, **__: Any) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise FunctionError(str(self._why)) from self._why
 
     __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __eq__ = __lt__ = __int__ = __float__ = (

@@ -55,7 +55,7 @@ class StepsOnCoordinator:
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler
 
-    def __call__(self, *_: object, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         raise ContextError(
             f"{self._scheduler}.step() was called in a scheduled function. Every worker would step a copy of its own; "
             "call scheduler.step() on the coordinator, between schedule calls: the rate that is in force when a "
@@ -76,17 +76,17 @@ class References(Protocol):
     makes_plain: bool
     """Whether parameters become plain tensors."""
 
-    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+    def reference_to(self, value: object) -> tuple[Any, ...] | None:
         """The persistent id of ``value``; None sends it by value. Raises `Refused` where neither may be."""
 
-    def by_value(self, value: Any) -> bool:
+    def by_value(self, value: object) -> bool:
         """Whether a function, class or module must be sent by value although it can be imported."""
 
     def names_used(self) -> frozenset[str]:
         """The names that the functions use which are sent: the part of a module that goes by value."""
 
 
-def can_go_by_name(value: Any) -> bool:
+def can_go_by_name(value: object) -> bool:
     """Whether another process that imports the same modules finds this function or class in one of them."""
     return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))
 
@@ -157,7 +157,7 @@ class ObjectPickler(ValuePickler):
         self.last: Any = None
         """What was looked at last: the culprit, when pickling fails."""
 
-    def pickle(self, value: Any) -> bytes:
+    def pickle(self, value: object) -> bytes:
         self.dump(value)
         return self._bytes.getvalue()
 
@@ -169,7 +169,7 @@ class ObjectPickler(ValuePickler):
     def buffers(self) -> int:
         return len(self._buffers)
 
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
         if type(value) in _PLAIN:
             return None
         self.last = value
@@ -203,7 +203,7 @@ class ObjectPickler(ValuePickler):
             raise Refused(func, COMPILED)
         return super()._dynamic_function_reduce(func)
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, types.FunctionType | type | types.ModuleType):
             if not self._references.by_value(value):
                 return super().reducer_override(value)
@@ -309,7 +309,7 @@ def set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, Any], dict
     vars(optimizer).update(own)
 
 
-def _reduce_scheduler(scheduler: Any) -> Any:
+def _reduce_scheduler(scheduler: object) -> Any:
     """As it is; its ``step`` raises in the other process."""
     reduced = scheduler.__reduce_ex__(2)
     if len(reduced) < 3 or not isinstance(reduced[2], dict):
@@ -355,7 +355,7 @@ class _Salvaging(pickle._Unpickler):
         except Exception as error:
             return _stand_in(str(reference[1]), error)
 
-    def replace(self, old: Any, new: NotHere) -> None:
+    def replace(self, old: object, new: NotHere) -> None:
         """In the place of what is half made, wherever it is looked for from now on."""
         for stack in (self.stack, *self.metastack):
             stack[:] = [new if one is old else one for one in stack]

@@ -23,7 +23,7 @@ are_atoms: Callable[[Iterable[type]], bool] = ATOMS.issuperset
 """Whether all of some types are atoms."""
 
 
-def is_fixed(value: Any) -> bool:
+def is_fixed(value: object) -> bool:
     """Whether ``value`` is an atom or a tuple of atoms: what cannot change and stay the same object."""
     return type(value) in ATOMS or (type(value) is tuple and are_atoms(map(type, value)))
 
@@ -44,7 +44,7 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
     return False
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """A plain value, pickled as `ObjectPickler` would."""
     return pickle.dumps(value, protocol=5)
 
@@ -54,7 +54,7 @@ def holds_no_class_of_a_program(blob: bytes) -> bool:
     return _CLOUDPICKLE not in blob
 
 
-def are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: object, other: object) -> bool:
     """Whether two settings, such as hyperparameters, are the same; tensors by value. What cannot be compared is not."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
@@ -103,7 +103,7 @@ class ClassesHere(pickle.Unpickler):
                 return functools.partial(self._set_state, found)
         return found
 
-    def _make_class(self, make: Callable[..., type], *args: Any) -> type:
+    def _make_class(self, make: Callable[..., type], *args: object) -> type:
         *_, tracker_id, _ = args
         own: type | None = sys.modules["cloudpickle.cloudpickle"]._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
         if own is None:
@@ -111,5 +111,5 @@ class ClassesHere(pickle.Unpickler):
         self._at_home.add(own)
         return own
 
-    def _set_state(self, set_state: Callable[[type, Any], type], made: type, state: Any) -> type:
+    def _set_state(self, set_state: Callable[[type, Any], type], made: type, state: object) -> type:
         return made if made in self._at_home else set_state(made, state)

@@ -207,7 +207,7 @@ class VariableServer:
         self._checkpoints.forget(token)
 
     def _noting_left_overs(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def noting(payload: Any) -> Any:
+        def noting(payload: object) -> Any:
             try:
                 return answer(payload)
             finally:

@@ -101,7 +101,7 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
     own = dict(_places_of(optimizer))
 
     class OptimizerPickler(ValuePickler):
-        def persistent_id(self, found: Any) -> tuple[int, int, bool] | None:
+        def persistent_id(self, found: object) -> tuple[int, int, bool] | None:
             if not isinstance(found, torch.Tensor):
                 return None
             if id(found) in own:
@@ -119,10 +119,10 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
                 )
             return None
 
-        def reducer_override(self, value: Any) -> Any:
+        def reducer_override(self, value: object) -> Any:
             return _reduce_whole(value) if isinstance(value, Optimizer) else super().reducer_override(value)
 
-    def pickled(value: Any) -> bytes:
+    def pickled(value: object) -> bytes:
         buffer = io.BytesIO()
         OptimizerPickler(buffer, protocol=5).dump(value)
         return buffer.getvalue()
@@ -185,7 +185,7 @@ def _without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _succeeds(act: Callable[[Any], Any], value: Any) -> bool:
+def _succeeds(act: Callable[[Any], Any], value: object) -> bool:
     try:
         act(value)
     except Exception:
@@ -460,19 +460,19 @@ class _Remembering(dict[str, Any]):
         for name, value in initial.items():
             self._remember(name, value)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._remember(name, value)
         super().__setitem__(name, value)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
-    def _remember(self, name: str, value: Any) -> None:
+    def _remember(self, name: str, value: object) -> None:
         if name not in self.first:
             self.first[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -252,7 +252,7 @@ class CutRows:
             return act()
 
 
-def _frozen(value: Any, name: str) -> Any:
+def _frozen(value: object, name: str) -> Any:
     """`FrozenRows` of a tensor that has rows; a copy of anything else, which is small."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)

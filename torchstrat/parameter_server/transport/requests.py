@@ -60,7 +60,7 @@ class Packed:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
-def pack(value: Any) -> Packed:
+def pack(value: object) -> Packed:
     """Raises whatever pickling raises."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -79,7 +79,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
         self._storages: set[int] = set()
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         if value.requires_grad:
@@ -401,13 +401,13 @@ class Answerer:
             return pack_failure(NotSendableError(f"the result of {where} cannot be sent: {_text(error)}"), where)
 
 
-def pack_result(result: Any) -> Packed:
+def pack_result(result: object) -> Packed:
     """The answer that returns ``result`` at the caller. Raises whatever pickling raises."""
     packed = pack(result)
     return Packed(_RESULT + packed.data, packed.tensors)
 
 
-def pack_request(payload: Any, method: str) -> Packed:
+def pack_request(payload: object, method: str) -> Packed:
     """Raises `NotSendableError`."""
     try:
         return pack(payload)

@@ -199,7 +199,7 @@ class RpcEndpoint:
         self,
         to: Peer,
         method: str,
-        payload: Any = None,
+        payload: object = None,
         *,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
@@ -478,7 +478,7 @@ class RpcEndpoint:
             self._departed.add(peer.incarnation)
             self._departures.notify_all()
 
-    def _seal_reply(self, reply: Any) -> tuple[bytes, list[torch.Tensor]]:
+    def _seal_reply(self, reply: object) -> tuple[bytes, list[torch.Tensor]]:
         """In the place of pickling a result."""
         if not isinstance(reply, _Reply):
             return REFUSAL, []
@@ -532,5 +532,5 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _nothing(_reply: Any) -> None:
+def _nothing(_reply: object) -> None:
     """In the place of raising what a remote function raised: replies carry that themselves."""

@@ -268,11 +268,11 @@ class CachedTensor:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _ask(func, args, kwargs or {})
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
+    def set_(self, *args: object, **kwargs: object) -> Any:
         """The one method that PyTorch makes without asking. Assigning to a weight under a parametrization does it."""
         return _ask(_SET, (self, *args), kwargs)
 
@@ -284,7 +284,7 @@ class CachedTensor:
         with DisableTorchFunctionSubclass():
             return _of(self).detach()
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: object) -> str:
         """Never waits for a server: debuggers and loggers call it."""
         alias = alias_of(_of(self))
         if alias is not None and alias.holder.shown:
@@ -337,7 +337,7 @@ def let_alone(tensor: torch.Tensor) -> None:
         _aliases.pop(id(tensor), None)
 
 
-def bring_alone(tensor: Any) -> None:
+def bring_alone(tensor: object) -> None:
     """Make what ``tensor`` shows current, before code that does not ask reads it. Nothing for other tensors."""
     if isinstance(tensor, CachedTensor):
         tensor._read()
@@ -358,12 +358,12 @@ def _of(tensor: CachedTensor) -> torch.Tensor:
     return cast(torch.Tensor, tensor)
 
 
-def _own_class(tensor: Any) -> type[torch.Tensor]:
+def _own_class(tensor: object) -> type[torch.Tensor]:
     kind: type[torch.Tensor] = type(tensor).__mro__[2]
     return kind
 
 
-def aliases_in(result: Any, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+def aliases_in(result: object, memory: torch.Tensor) -> Iterator[torch.Tensor]:
     """Tensors in ``result`` that show ``memory`` and do not ask yet."""
     for tensor in tensors_in(result):
         if type(tensor) is torch.Tensor and _torch_private.share_storage(tensor, memory):
@@ -383,16 +383,29 @@ def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return kwargs.get("out")
 
 
-def _by_norm(input: Any, running_mean: Any, running_var: Any, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _by_norm(input: object, running_mean: object, running_var: object, *rest: object, **kwargs: object) -> Any:  # noqa: A002
     is_training = kwargs.get("training", rest[2] if len(rest) > 2 else False)
     return (running_mean, running_var) if is_training else None
 
 
-def _by_instance_norm(input: Any, running_mean: Any = None, running_var: Any = None, *_: object, **__: Any) -> Any:  # noqa: A002
+def _by_instance_norm(
+    input: object,  # noqa: A002
+    running_mean: object = None,
+    running_var: object = None,
+    *_: object,
+    **__: object,
+) -> Any:
     return running_mean, running_var
 
 
-def _by_lookup(input: Any, weight: Any, _: object = None, max_norm: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _by_lookup(
+    input: object,  # noqa: A002
+    weight: object,
+    _: object = None,
+    max_norm: object = None,
+    *rest: object,
+    **kwargs: object,
+) -> Any:
     return None if max_norm is None else weight
 
 

@@ -587,7 +587,7 @@ class CachedVariable:
         if cache is not None:
             self._bring(cache, [alias])
 
-    def _watch(self, result: Any, cache: CoordinatorCache, *, hands_out: bool) -> None:
+    def _watch(self, result: object, cache: CoordinatorCache, *, hands_out: bool) -> None:
         tensor = self._tensor()
         if tensor is None:
             return

@@ -204,7 +204,7 @@ class CoordinatorSteps:
         self._job: _Job = weakref.proxy(job)
         check = weakref.WeakMethod(self._check)
 
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if (method := check()) is not None:
                 method(optimizer)
 

@@ -124,7 +124,7 @@ class RecordInitialisers(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._skipped.__exit__(*exception)  # type: ignore[no-untyped-call]
 

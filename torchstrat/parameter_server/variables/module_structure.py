@@ -77,7 +77,7 @@ def marks_of_tensors(optimizer: Optimizer) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def may_be_copied(value: Any) -> bool:
+def may_be_copied(value: object) -> bool:
     """Whether it is tensors and fixed values alone, or a list or dictionary of such."""
     keys = value if type(value) is dict else ()
     return all(map(is_fixed, keys)) and all(type(one) is torch.Tensor or is_fixed(one) for one in _members_of(value))
@@ -175,17 +175,17 @@ class PlainAttributes:
             )
 
 
-def _is_worked_out(owner: nn.Module | Optimizer, value: Any) -> bool:
+def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
     """Whether it is what a hook makes anew in each forward pass, as pruning and older reparametrizations do."""
     return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(owner._forward_pre_hooks)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> Any:
     """To be compared with later ones: 1 is another number than 1.0."""
     return (type(value), value) if is_fixed(value) else _mark_of(value)
 
 
-def _mark_of(value: Any) -> Any:
+def _mark_of(value: object) -> Any:
     if is_fixed(value):
         return value
     found = _contents(value, _DEPTH)

@@ -105,7 +105,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 def _reading(name: str) -> Callable[..., Any]:
     method = getattr(collections.defaultdict, name)
 
-    def read(self: RemoteOptimizerState, *args: Any, **kwargs: Any) -> Any:
+    def read(self: RemoteOptimizerState, *args: object, **kwargs: object) -> Any:
         self._fill()
         return method(self, *args, **kwargs)
 
@@ -115,7 +115,7 @@ def _reading(name: str) -> Callable[..., Any]:
 def _changing(name: str) -> Callable[..., Any]:
     method = getattr(collections.defaultdict, name)
 
-    def change(self: RemoteOptimizerState, *args: Any, **kwargs: Any) -> Any:
+    def change(self: RemoteOptimizerState, *args: object, **kwargs: object) -> Any:
         return self._keeper.change(self, lambda: method(self, *args, **kwargs))
 
     return change

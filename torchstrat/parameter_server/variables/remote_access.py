@@ -115,7 +115,7 @@ class ServerGroup:
         concurrent.futures.wait(futures.values())
         return {index: self._result(index, method, future) for index, future in futures.items()}
 
-    def ask_all(self, method: str, payload: Any = None) -> dict[int, Any]:
+    def ask_all(self, method: str, payload: object = None) -> dict[int, Any]:
         """Send all servers the same."""
         return self.ask(method, dict.fromkeys(self.peers(), payload))
 
@@ -123,7 +123,7 @@ class ServerGroup:
         self,
         index: int,
         method: str,
-        payload: Any,
+        payload: object,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
         on_written: Callable[[int], None] | None = None,

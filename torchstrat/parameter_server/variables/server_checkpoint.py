@@ -64,7 +64,7 @@ class ServerCheckpoint:
 
     # -- what is where ----------------------------------------------------------------------------------------------
 
-    def spec_of(self, value: Any) -> VariableSpec | None:
+    def spec_of(self, value: object) -> VariableSpec | None:
         if isinstance(value, Variable):
             storage = value._cells[0]
             is_ours = isinstance(storage, RemoteStorage) and self._job.holds(storage.spec)

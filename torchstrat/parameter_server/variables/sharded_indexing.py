@@ -37,7 +37,7 @@ class RowSelection:
     key: tuple[Any, ...]
 
 
-def parse_key(key: Any, rows: int) -> RowSelection:
+def parse_key(key: object, rows: int) -> RowSelection:
     """Split the index of a variable with that many rows.
 
     Keys are integers, slices with positive steps, boolean masks, ``...`` and None, or tuples of them.
@@ -81,7 +81,7 @@ def _row_in_range(row: int, rows: int) -> int:
     return row % rows
 
 
-def _is_mask(entry: Any) -> bool:
+def _is_mask(entry: object) -> bool:
     return (isinstance(entry, torch.Tensor) and entry.dtype == torch.bool) or (
         isinstance(entry, np.ndarray) and entry.dtype == np.bool_
     )
@@ -265,7 +265,7 @@ class VariableShard:
             )
 
 
-def handle_of(shard: Any) -> ShardHandle:
+def handle_of(shard: object) -> ShardHandle:
     """How to read and edit ``shard``, an entry of a `ShardedVariable`.
 
     Raises:

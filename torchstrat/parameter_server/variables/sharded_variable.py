@@ -119,7 +119,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
         """The whole value as a new NumPy array."""
         return np.asarray(self._lend().detach().cpu().numpy())
 
-    def __getitem__(self, key: Any) -> torch.Tensor:
+    def __getitem__(self, key: object) -> torch.Tensor:
         """What the whole tensor gives for ``key``, as a tensor of its own; reads only the rows that ``key`` names.
 
         Integers, slices with positive steps, boolean masks, ``...``, None, and tuples of them.
@@ -152,7 +152,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
         parts = zip(self._handles(), split_ids(ids, self._spans), strict=True)
         return _joined([handle.read_rows(local) for handle, (_, local) in parts])
 
-    def sparse_read(self, indices: Any) -> torch.Tensor:
+    def sparse_read(self, indices: object) -> torch.Tensor:
         """Rows by number, ``(n,)`` → ``(n, …)``, grouped by shard, and in the given order within a shard.
 
         `embedding_lookup` gives them in the given order.
@@ -166,7 +166,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
 
     # -- assigning --------------------------------------------------------------------------------------------------
 
-    def assign(self, value: Any) -> ShardedVariable:
+    def assign(self, value: object) -> ShardedVariable:
         """Replace the value; ``value`` has exactly this variable's shape. Returns the variable, as all edits do.
 
         Raises:
@@ -174,15 +174,15 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
         """
         return self._edit_whole("assign", value, "assign")
 
-    def assign_add(self, delta: Any) -> ShardedVariable:
+    def assign_add(self, delta: object) -> ShardedVariable:
         """Add ``delta``, which has exactly this variable's shape."""
         return self._edit_whole("add", delta, "assign_add")
 
-    def assign_sub(self, delta: Any) -> ShardedVariable:
+    def assign_sub(self, delta: object) -> ShardedVariable:
         """Subtract ``delta``, which has exactly this variable's shape."""
         return self._edit_whole("sub", delta, "assign_sub")
 
-    def _edit_whole(self, op: EditOp, value: Any, call: str) -> ShardedVariable:
+    def _edit_whole(self, op: EditOp, value: object, call: str) -> ShardedVariable:
         tensor = to_tensor(value, self.dtype, call)
         if tensor.shape != self._shape:
             raise InvalidArgumentError(

@@ -88,7 +88,7 @@ class _Refusing(NamedTuple):
 
     what: str
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> NoReturn:
+    def __call__(self, optimizer: Optimizer, *_: object) -> NoReturn:
         raise UnsupportedError(
             f"a scheduled function steps {type(optimizer).__name__}, and PyTorch calls hooks in the middle of its "
             f"step: {self.what}. Steps are made on parameter servers, where no hook runs. Do what the hook does in the "

@@ -65,7 +65,7 @@ class Outcomes:
         """How things are here after the function whose outcome comes next, see `Report`."""
         self._left, self._wrote_parameters, self._accumulates = left, wrote_parameters, accumulates
 
-    def add(self, to: Peer, function: int, result: Any, seconds: float, *, is_last: bool) -> None:
+    def add(self, to: Peer, function: int, result: object, seconds: float, *, is_last: bool) -> None:
         """A function of ``to`` has returned. ``is_last``: the report of the batch comes now."""
         with self._lock:
             self._to = to
@@ -77,7 +77,7 @@ class Outcomes:
                 if not self._is_watched:
                     self._watch()
 
-    def rest(self, **others: Any) -> Report:
+    def rest(self, **others: object) -> Report:
         """The batch's last report: what was not reported before, and ``others``."""
         with self._lock:
             return self._take(**others)
@@ -347,7 +347,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         ) from end
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_of(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Optimizer):

@@ -70,13 +70,13 @@ class RowGradient(torch.Tensor):
         return _as_computed(result, table)
 
 
-def as_rows(gradient: Any, table: Any) -> Any:
+def as_rows(gradient: object, table: object) -> Any:
     """``gradient`` as one of ``table``, if it is by rows. The table says in ``rows_asked_for_sparse`` whether one
     device would have a sparse one, too."""
     return _as_computed(gradient, weakref.ref(table))
 
 
-def _as_computed(value: Any, table: weakref.ref[Any]) -> Any:
+def _as_computed(value: object, table: weakref.ref[Any]) -> Any:
     if type(value) is torch.Tensor:
         if value.layout == torch.sparse_coo and value.sparse_dim() == 1:
             of = table()
@@ -90,7 +90,7 @@ def _as_computed(value: Any, table: weakref.ref[Any]) -> Any:
     return value
 
 
-def make_dense(values: Any) -> bool:
+def make_dense(values: object) -> bool:
     """From now on the gradients by rows in ``values`` are dense; whether there were any."""
     found = [one for one in tensors_in(values) if type(one) is RowGradient]
     for one in found:
@@ -148,7 +148,7 @@ def _values(gradient: RowGradient) -> torch.Tensor:
     return gradient._values()
 
 
-def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _vector_norm(x: object, ord: object = 2, dim: object = None, *rest: object, **kwargs: object) -> Any:  # noqa: A002
     by_rows = not rest and set(kwargs) <= {"dtype"} and dim is None and isinstance(ord, int | float) and ord > 0
     if type(x) is RowGradient and by_rows:
         values = x.coalesce().values()
@@ -202,7 +202,7 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
 _WRITES_ROWS_TOO = (_torch_private.foreach_mul_, _torch_private.foreach_div_, _torch_private.foreach_zero_)
 
 
-def _writes_to_list(func: Any, args: tuple[Any, ...]) -> bool:
+def _writes_to_list(func: object, args: tuple[Any, ...]) -> bool:
     """Whether it may stop half-way, with some of the operands written to."""
     name: str = getattr(func, "__name__", "")
     return (
@@ -400,7 +400,7 @@ class LeftGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _ASKS_NO_VALUES:

@@ -66,7 +66,7 @@ def notice_parameters() -> Any:
     return register_module_parameter_registration_hook(_note)
 
 
-def _note(module: nn.Module, name: str, parameter: Any) -> None:
+def _note(module: nn.Module, name: str, parameter: object) -> None:
     if _made_here.noted is not None and parameter is not None:
         _made_here.noted.append((module, name))
 
@@ -137,7 +137,7 @@ class StepHook:
                 warm_up.wait()
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> Any:
     return None if _here.before is None else _here.before(optimizer, args, kwargs)
 
 
@@ -146,7 +146,7 @@ def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None])
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def told(self: Any, *args: object, **kwargs: object) -> Any:
         if _here.left is not None:
             tell(self, _here.left)
         return method(self, *args, **kwargs)
@@ -290,7 +290,7 @@ class RemoteSteps:
         specs = {tensor: spec for tensor in tensors if (spec := self._copies.spec_of(tensor)) is not None}
         return {} if number is None else read_state(self._access.servers, number, specs)
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
         number = self._number_of(optimizer)
         if number is None:

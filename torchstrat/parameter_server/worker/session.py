@@ -196,7 +196,7 @@ class Settings:
         if surroundings == AS_A_THREAD_BEGINS:
             return fn
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with surroundings.in_force():
                 return fn(*args, **kwargs)
 

@@ -176,7 +176,7 @@ def _forget(address: int, reference: weakref.ref[WatchedParameter]) -> None:
 
 def _telling(take: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(take)
-    def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def told(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if _by_address:
             _keep_before(tensor)
         return take(tensor, *args, **kwargs)
@@ -222,7 +222,11 @@ class _Asked:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUES:
@@ -248,20 +252,20 @@ class PendingBuffer(_Asked, torch.Tensor):
     """The same of a buffer."""
 
 
-def suspend(tensor: Any, bringer: weakref.ref[Bringer], number: int) -> None:
+def suspend(tensor: object, bringer: weakref.ref[Bringer], number: int) -> None:
     """From now on whoever uses ``tensor``, which is variable ``number``, has it brought."""
     setattr(tensor, _ATTRIBUTE, (bringer, number))
     tensor.__class__ = PendingParameter if isinstance(tensor, WatchedParameter) else PendingBuffer
 
 
-def resume(tensor: Any) -> None:
+def resume(tensor: object) -> None:
     """It is current."""
     if type(tensor) in _PENDING:
         tensor.__class__ = WatchedParameter if type(tensor) is PendingParameter else torch.Tensor
         delattr(tensor, _ATTRIBUTE)
 
 
-def wait_for(tensor: Any) -> None:
+def wait_for(tensor: object) -> None:
     """Until the values of ``tensor`` are here; returns at once for anything that is current."""
     if type(tensor) in _PENDING:
         found = getattr(tensor, _ATTRIBUTE, None)
@@ -274,7 +278,7 @@ def wait_for(tensor: Any) -> None:
         here.bring(number)
 
 
-def _reach(tensor: Any) -> None:
+def _reach(tensor: object) -> None:
     found = getattr(tensor, _ATTRIBUTE, None)
     if found is not None and (bringer := found[0]()) is not None:
         bringer.reach(found[1])

@@ -272,7 +272,7 @@ class TableParameter(WatchedParameter):
                 table.keep_before()
         return _with_tables(result, {id(values): table for table, values in used})
 
-    def _take_form(self, values: torch.Tensor, func: Any) -> None:
+    def _take_form(self, values: torch.Tensor, func: object) -> None:
         """``values`` stood in for this in something that may have written to it."""
         if values.shape != self.spec.shape or not values.is_contiguous():
             raise UnsupportedError(
@@ -395,7 +395,7 @@ def _lists_written_to(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [tensor for one in lists for tensor in one]
 
 
-def _with_values(value: Any, used: list[tuple[TableParameter, torch.Tensor]]) -> Any:
+def _with_values(value: object, used: list[tuple[TableParameter, torch.Tensor]]) -> Any:
     if isinstance(value, TableParameter):
         values = value.bring().detach()  # of whose form the table's own memory does not depend
         used.append((value, values))
@@ -403,7 +403,7 @@ def _with_values(value: Any, used: list[tuple[TableParameter, torch.Tensor]]) ->
     return type(value)(_with_values(one, used) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _with_tables(value: Any, used: Mapping[int, TableParameter]) -> Any:
+def _with_tables(value: object, used: Mapping[int, TableParameter]) -> Any:
     """What was written to is what was given."""
     if isinstance(value, torch.Tensor):
         return used.get(id(value), value)

@@ -97,7 +97,7 @@ class Entry(NamedTuple):
     address: int = 0
     """Of the place, as this rank is shown it."""
 
-    def is_kept(self, value: Any) -> bool:
+    def is_kept(self, value: object) -> bool:
         """Whether ``value``, found in the state, is still this one where it was: neither replaced nor moved through
         ``.data``."""
         return value is self.value and (self.place is None or value.data_ptr() == self.address)
@@ -257,7 +257,7 @@ class CentralState:
 _KEPT = "kept"
 
 
-def _entry(value: Any, place: Place | None) -> Entry:
+def _entry(value: object, place: Place | None) -> Entry:
     return Entry(value, None) if place is None else Entry(place.shown, place, place.shown.data_ptr())
 
 
@@ -265,13 +265,13 @@ def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def _is_slice(part: Part, value: Any, tensor: torch.Tensor) -> bool:
+def _is_slice(part: Part, value: object, tensor: torch.Tensor) -> bool:
     """Whether ``value`` was made of a part of a parameter, element by element, and the part is not all of it."""
     is_cut = part.stop - part.start < tensor.numel()
     return is_cut and isinstance(value, torch.Tensor) and value.shape == (part.stop - part.start,)
 
 
-def _kind_like(value: Any, tensor: torch.Tensor) -> Kind | None:
+def _kind_like(value: object, tensor: torch.Tensor) -> Kind | None:
     """What is to be kept for ``value``; None for what is no tensor in host memory."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return None

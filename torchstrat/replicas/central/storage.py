@@ -140,7 +140,7 @@ class Twin:
         return [(piece.tensor, self._state[piece.leaf]) for piece in all_pieces if piece.leaf in self._state]
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> bool:
     """Whether it is a tensor that cannot lie in common memory: a rank that steps it in place has told nobody."""
     return isinstance(value, torch.Tensor) and value.layout != torch.strided
 

@@ -335,7 +335,7 @@ class Baton:
 
     # -- the bodies' side -------------------------------------------------------------------------------------------
 
-    def meet(self, call: str, payload: Any, combine: Combine) -> Any:
+    def meet(self, call: str, payload: object, combine: Combine) -> Any:
         """Wait for all bodies to come here with the same ``call``, and return this body's result of ``combine``.
 
         ``combine`` is the first body's. Raises `ReplicaDivergenceError` in all of them if one made another call or

@@ -62,7 +62,7 @@ class KeptAttributes:
         self._left: dict[int, _Left] = {}  # by the id of the object
         self._warned: set[tuple[type, str]] = set()
 
-    def keep(self, owner: Any, leader: int, others: Iterable[tuple[int, _Attributes]]) -> None:
+    def keep(self, owner: object, leader: int, others: Iterable[tuple[int, _Attributes]]) -> None:
         """A run ends, and ``owner`` has the leader's attributes. ``others``: of the other replicas that took part."""
         lasting, own = vars(owner), {}
         for replica, attributes in others:
@@ -78,19 +78,19 @@ class KeptAttributes:
         if own:
             self.put(owner, leader, own)
 
-    def take(self, owner: Any, leader: int) -> dict[int, _Attributes]:
+    def take(self, owner: object, leader: int) -> dict[int, _Attributes]:
         """A run begins: what is still each replica's own. It is kept no longer."""
         found = self.peek(owner, leader) if self._left else {}
         self._left.pop(id(owner), None)
         return found
 
-    def put(self, owner: Any, leader: int, own: dict[int, _Attributes]) -> None:
+    def put(self, owner: object, leader: int, own: dict[int, _Attributes]) -> None:
         """Replicas have these, and what ``owner`` has is the leader's."""
         names = {name: vars(owner).get(name, _NOTHING) for found in own.values() for name in found}
         lasting = {name: (value, trace(value)) for name, value in names.items()}
         self._left[id(owner)] = _Left(reference_of_entry(owner, self._left), leader, lasting, own)
 
-    def peek(self, owner: Any, leader: int) -> dict[int, _Attributes]:
+    def peek(self, owner: object, leader: int) -> dict[int, _Attributes]:
         """What is still each replica's own."""
         left = self._left.get(id(owner))
         if left is None or left.reference() is not owner or left.leader != leader:
@@ -106,7 +106,7 @@ class KeptAttributes:
             for replica, own in left.own.items()
         }
 
-    def _look_at(self, owner: Any, name: str, before: Any, now: Any) -> None:
+    def _look_at(self, owner: object, name: str, before: object, now: object) -> None:
         """``model.state = model.state.detach()`` between runs is meant for every replica's, and sees the first's."""
         if _memory(now) is None or _memory(before) != _memory(now) or (type(owner), name) in self._warned:
             return
@@ -138,7 +138,7 @@ def _is_equal(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _memory(value: Any) -> int | None:
+def _memory(value: object) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
         return None
     return value.untyped_storage().data_ptr()
@@ -194,7 +194,7 @@ class ComponentAttributes:
                         attributes[name] = self._copy_of(attributes[name], replica, vectors)
                 attributes.update(mine_still)
 
-    def _copy_of(self, value: Any, replica: int, vectors: Container[int]) -> Any:
+    def _copy_of(self, value: object, replica: int, vectors: Container[int]) -> Any:
         if not isinstance(value, torch.Tensor):
             return private_value(value, vectors)
         key, kept = id(value), self._copies
@@ -262,7 +262,7 @@ class _Copies:
         return kept
 
 
-def _look_at(module: Any, attributes: _Attributes) -> tuple[list[str], list[Any]]:
+def _look_at(module: object, attributes: _Attributes) -> tuple[list[str], list[Any]]:
     """The names of attributes that a step may change in place, and the data classes among them, which are kept apart as
     modules are: so they stay the objects that they are to whoever else holds them. Torch's own modules change none."""
     names: list[str] = []
@@ -357,7 +357,7 @@ class ComponentHelpers:
                     own["state"] = self._views[id(helper)] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
 
-    def _left_by(self, helper: Any, owner: int) -> dict[int, dict[str, Any]]:
+    def _left_by(self, helper: object, owner: int) -> dict[int, dict[str, Any]]:
         """By replica what each finds again, with a state of its own in any case."""
         assert self.kept is not None
         left, state = self.kept.take(helper, owner), vars(helper).get("state")
@@ -381,7 +381,7 @@ class ComponentHelpers:
         if states:
             self.kept.put(optimizer, 0, {replica: {"state": state} for replica, state in states.items()})
 
-    def _share_state(self, helper: Any, own: dict[str, Any]) -> SharedState | None:
+    def _share_state(self, helper: object, own: dict[str, Any]) -> SharedState | None:
         state = own.get("state")
         if not isinstance(helper, Optimizer) or not isinstance(state, dict):
             return None
@@ -470,7 +470,7 @@ class ComponentHelpers:
         self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
 
 
-def _without_settings(helper: Any, attributes: dict[str, Any]) -> dict[str, Any]:
+def _without_settings(helper: object, attributes: dict[str, Any]) -> dict[str, Any]:
     """What is a replica's own also after a round: an optimizer's hyperparameters are not, nor are plain values that
     others keep (see `optimizer_state.level` and `level_plain`, which do this between processes)."""
     if isinstance(helper, Optimizer):

@@ -296,11 +296,11 @@ class InProcessReplicas:
     def is_part_of_another(self) -> bool:
         return self._baton is not None
 
-    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         left_over = partial(self._gradients.catch_up, stepped_by(optimizer))
         self._between_runs(StepWeights(range(self.num_replicas)), left_over)
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._gradients.after_step(stepped_by(optimizer))
 
     def _end_run_of_replica(self, replica: int) -> None:
@@ -444,7 +444,7 @@ class InProcessReplicas:
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 
-    def _meet(self, call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+    def _meet(self, call: str, payload: object, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
         """Meet the other replicas; with a single replica that runs plainly, just combine."""
         if self._baton is None:
             return combine({0: payload})[0]
@@ -489,7 +489,7 @@ class InProcessReplicas:
 
         return self._meet("merge_call", (args, kwargs), combine)
 
-    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: object) -> Any:
         return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
 
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -501,7 +501,7 @@ class InProcessReplicas:
 
         return self._meet(f"all_reduce({op.value.lower()}) of {len(tensors)} tensors", tensors, combine)  # type: ignore[no-any-return]
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> Any:
         return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")
 
     def _exchange_all_gather(
@@ -522,15 +522,15 @@ class InProcessReplicas:
 
     # -- cross-replica context --------------------------------------------------------------------------------------
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
         if isinstance(value, DistributedValues):
             return reduction.reduce_components(op, value.values, axis)
         return reduction.reduce_plain(op, value, axis, self.num_replicas)
 
-    def weighted_mean(self, value: Any) -> Any:
+    def weighted_mean(self, value: object) -> Any:
         return reduction.weighted_mean_of(value, self.num_replicas)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         if isinstance(value, DistributedValues):
             return reduction.gather_components(value.values, axis)
         return reduction.gather_plain(value, axis)

@@ -69,7 +69,7 @@ class InProcessCommunicator:
     def timeout(self) -> timedelta:
         return timedelta.max  # nobody is waited for who is not here
 
-    def _meet(self, what: str, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def _meet(self, what: str, payload: object, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """``combine``: what all bring → what each gets."""
 
         def meet(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -79,7 +79,7 @@ class InProcessCommunicator:
         assert self._baton is not None
         return self._baton.meet(what, payload, meet)
 
-    def _share(self, what: str, payload: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def _share(self, what: str, payload: object, combine: Callable[[list[Any]], Any]) -> Any:
         """The same where all get the same."""
         return self._meet(what, payload, lambda all_of: [combine(all_of)] * len(all_of))
 
@@ -108,10 +108,10 @@ class InProcessCommunicator:
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         return self._share(what, list(numbers), lambda rows: rows)  # type: ignore[no-any-return]
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         return self._share(what, value, lambda values: values)  # type: ignore[no-any-return]
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         return self._share(what, value, lambda values: values[source])
 
     def barrier(self, what: str) -> None:
@@ -207,7 +207,7 @@ class _Shielded:
         assert self.baton is not None
         self.baton.shield()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self.baton is not None
         self.baton.unshield()
 

@@ -73,11 +73,11 @@ class InProcessSteps:
             step.end()
         self._baton, self._own = None, {}
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
         replica = None if self._baton is None else self._baton.holder
         return None if replica is None else self._steps[replica].before(optimizer, args, kwargs)
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         replica = None if self._baton is None else self._baton.holder
         if replica is not None:
             self._steps[replica].after(optimizer, args, kwargs)

@@ -49,13 +49,13 @@ class _Noted(NamedTuple):
     address: int
     sample: bytes
 
-    def is_still(self, value: Any) -> bool:
+    def is_still(self, value: object) -> bool:
         if not isinstance(value, torch.Tensor):
             return value is self.value or (is_plain(value) and is_plain(self.value) and value == self.value)
         return value is self.value and _note(value)[1:] == self[1:]
 
 
-def _note(value: Any) -> _Noted:
+def _note(value: object) -> _Noted:
     if not isinstance(value, torch.Tensor):
         return _Noted(value, 0, 0, b"")
     is_at_an_address = is_memory(type(value)) and value.layout == torch.strided and not value.is_meta
@@ -63,16 +63,16 @@ def _note(value: Any) -> _Noted:
     return _Noted(value, 0 if value.is_inference() else value._version, address, sample(value))
 
 
-def _note_entry(entry: Any) -> dict[Any, _Noted]:
+def _note_entry(entry: object) -> dict[Any, _Noted]:
     return {name: _note(value) for name, value in _values(entry).items()}
 
 
-def _values(entry: Any) -> dict[Any, Any]:
+def _values(entry: object) -> dict[Any, Any]:
     """Of one parameter; most optimizers keep a dictionary."""
     return entry if isinstance(entry, dict) else {} if entry is None else {"": entry}
 
 
-def _is_still(noted: Any, entry: Any) -> bool:
+def _is_still(noted: object, entry: object) -> bool:
     before, now = noted if isinstance(noted, dict) else {}, _values(entry)
     return before.keys() == now.keys() and all(before[name].is_still(value) for name, value in now.items())
 
@@ -183,14 +183,14 @@ class StateEdits:
                 _put(state[tensor], entry, tensor.device)
 
 
-def _print(entry: Any) -> float:
+def _print(entry: object) -> float:
     values = _values(entry)
     plain = repr([(name, value) for name, value in values.items() if is_plain(value)])
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
     return float(zlib.crc32(plain.encode())) + sum(fingerprint(tensors))
 
 
-def _copied(entry: Any) -> Any:
+def _copied(entry: object) -> Any:
     """Without the memory around what are views."""
     if isinstance(entry, dict):
         return {name: _copied(value) for name, value in entry.items()}
@@ -444,7 +444,7 @@ def _schedulers_and_scalers(members: Members) -> Iterator[Any]:
     return (one for one in members.helpers if not isinstance(one, Optimizer))
 
 
-def _plain_of(helper: Any) -> dict[str, Any]:
+def _plain_of(helper: object) -> dict[str, Any]:
     return {name: value for name, value in vars(helper).items() if is_plain(value)}
 
 

@@ -265,7 +265,7 @@ class PerProcessReplica:
                 moved = self._storage.move_in(dict(roster.items()), among, self.registry.optimizers(), call)
             broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
 
-    def _is_known(self, name: str, owner: Any) -> bool:
+    def _is_known(self, name: str, owner: object) -> bool:
         reference = self._known.get(name)
         return reference is not None and reference() is owner
 
@@ -382,7 +382,7 @@ class PerProcessReplica:
         return result
 
     def _run_without_idle(
-        self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any
+        self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: object, kwargs: object
     ) -> Any:
         idle = IdleReplicas(
             self._world,
@@ -554,7 +554,7 @@ class PerProcessReplica:
         agree(self._communicator, "merge_call")
         me = self._world.rank
 
-        def wrap(leaf: Any) -> Any:
+        def wrap(leaf: object) -> Any:
             if isinstance(leaf, DistributedValues):
                 return leaf
             return PerReplica((leaf,), replica_ids=(me,), weights=self._weights)
@@ -563,13 +563,13 @@ class PerProcessReplica:
             result = fn(self._strategy, *nest.map_structure(wrap, list(args)), **nest.map_structure(wrap, kwargs))
         return select_replica(me, result)
 
-    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: object) -> Any:
         return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
 
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return exchange.reduce_in_step(self._communicator, op, tensors)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> Any:
         return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")
 
     def _exchange_all_gather(self, axis: int, tensors: list[torch.Tensor]) -> exchange.Gathered:
@@ -593,7 +593,7 @@ class PerProcessReplica:
             return exchange.reduce_number(self._communicator, ReduceOp.MEAN, value, must_be_equal=True)
         return reduction.weighted_mean_of(value, self.num_replicas)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         if not isinstance(value, DistributedValues):
             return reduction.gather_plain(value, axis)
         return exchange.gather_components(self._communicator, list(value.values), axis)

@@ -141,7 +141,7 @@ class IdleReplicas:
         new = self._records.new_in_sum(roster)
         self._records.settle(roster, group.all_gather_object(new, SETTLE) if group.size > 1 else [new])
 
-    def after_run(self, result: Any, weights: Weights) -> Any:
+    def after_run(self, result: object, weights: Weights) -> Any:
         """Hand over. Returns the result of the run on this rank: without components, where it was idle."""
         mine = self._make_manifest(result) if self._world.rank == self._first else None
         manifest: _Manifest = self._world.broadcast_object(mine, self._first, AFTER)
@@ -167,7 +167,7 @@ class IdleReplicas:
             return result
         return nest.map_structure(lambda leaf: PerReplica((), replica_ids=(), weights=weights), manifest.structure)
 
-    def _make_manifest(self, result: Any) -> _Manifest:
+    def _make_manifest(self, result: object) -> _Manifest:
         roster = self._rosters.now()
         buffers = _buffers(self._registry)
         left = set() if self._storage is None else self._storage.left(roster.items())
@@ -193,7 +193,7 @@ class IdleReplicas:
             ],
         )
 
-    def _state_of(self, helper: Any) -> Any:
+    def _state_of(self, helper: object) -> Any:
         state = _state_dict(helper)
         if state is not None and isinstance(helper, Optimizer):
             if self._is_in_place(helper):
@@ -310,7 +310,7 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [] if is_listed(type(optimizer)) else optimizer_state.settings(optimizer)[:1]
 
 
-def _state_dict(helper: Any) -> Any:
+def _state_dict(helper: object) -> Any:
     """None: it has none, such as a wrapper that does without torch's constructor; what it wraps is a helper too."""
     lacks = isinstance(helper, Optimizer) and not hasattr(helper, "_optimizer_load_state_dict_post_hooks")
     if lacks and Optimizer in (_owner_of(helper, "state_dict"), _owner_of(helper, "load_state_dict")):
@@ -318,7 +318,7 @@ def _state_dict(helper: Any) -> Any:
     return helper.state_dict() if hasattr(helper, "state_dict") else None
 
 
-def _owner_of(value: Any, name: str) -> type | None:
+def _owner_of(value: object, name: str) -> type | None:
     """The class that has the method."""
     return next((kind for kind in type(value).__mro__ if name in vars(kind)), None)
 
@@ -332,7 +332,7 @@ def _kind(tensor: torch.Tensor) -> _Kind:
     return _Kind(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
 
-def _structure(result: Any) -> Any:
+def _structure(result: object) -> Any:
     """The nest of a result without its leaves, of plain containers where its own do not travel."""
     skeleton = nest.map_structure(lambda leaf: None, result)
     try:
@@ -342,7 +342,7 @@ def _structure(result: Any) -> Any:
     return skeleton
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -422,7 +422,7 @@ def _belongings(registry: VariableRegistry) -> dict[str, Any]:
     return found
 
 
-def _copy(own: Any, value: Any) -> bool:
+def _copy(own: object, value: object) -> bool:
     if not isinstance(own, torch.Tensor) or not isinstance(value, torch.Tensor) or own.requires_grad:
         return False
     if own.is_inference() or own.layout != torch.strided or _kind(own) != _kind(value):
@@ -449,7 +449,7 @@ def _fill(own: Any, value: Any) -> bool:
     return True
 
 
-def _is_own_data(value: Any) -> bool:
+def _is_own_data(value: object) -> bool:
     if not dataclasses.is_dataclass(value) or isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__"):
         return False
     return not value.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -484,7 +484,7 @@ class _Unpickler(pickle.Unpickler):
         return self._belongings[name]
 
 
-def _pickled(value: Any, names: dict[int, str], addresses: set[int]) -> bytes | None:
+def _pickled(value: object, names: dict[int, str], addresses: set[int]) -> bytes | None:
     file = io.BytesIO()
     try:
         _Pickler(file, names, addresses, {id(leaf) for leaf in nest.leaves(value)}).dump(value)
