@@ -161,4 +161,6 @@ class Edits:
             return
         if gradient is not None and self._lanes.is_lane_tensor(gradient):
             gradient = self._backward.combined_gradient(gradient)
+            if gradient.stride() != tensor.stride():
+                gradient = torch.empty_like(tensor).copy_(gradient)  # as backward's lies: fused steps go by memory
         tensor.grad = gradient
