@@ -39,6 +39,12 @@ ONCE_WRONG_ON_TPU = {
     "hooks of parameters that clamp what is differentiated by hand": drawn(
         backward="autograd.grad", hook="tensor hooks that clamp"
     ),
+    "complex weights of an optimizer that is given a closure": drawn(
+        blocks=("complex",), update="closure", optimizer="ASGD"
+    ),
+    "gradients assigned to a weight that lies in another order": drawn(
+        blocks=("transposed",), backward="autograd.grad", optimizer="AdamW, fused"
+    ),
     "spectra whose ends have no imaginary part": drawn(blocks=("spectrum",), optimizer="Rprop"),
     "one that wraps another": drawn(optimizer="Lookahead", rows=(3, 5)),
 }

@@ -70,6 +70,12 @@ def trained_copy(made: Any, x: torch.Tensor) -> Any:
     inner.step()
 
 
+def edited_by_parts(made: Any, x: torch.Tensor) -> Any:
+    z = torch.complex(x, x)
+    torch.view_as_real(z).mul_(0.5)
+    return z
+
+
 def backward_to_rows(made: Any, x: torch.Tensor) -> Any:
     x = x.detach().requires_grad_()
     made.linear(x).sum().backward(inputs=[x])
@@ -219,6 +225,8 @@ WITH_ROWS: list[tuple[type[Exception], str, Any, ts.RunOptions | None, Step]] = 
     *((ContextError, "a step sees all replicas' rows already", X, GLOBAL, step) for step in JOINED),
     *((UnsupportedError, f"memory{PLACE}", WIDE, None, step) for step in IN_MEMORY),
     (UnsupportedError, "in a step", WIDE, None, lambda made, x: torch.stft(x[0], 4)),
+    *((UnsupportedError, f"changes a copy{PLACE}", X, options, edited_by_parts) for options in (None, GLOBAL)),
+    (UnsupportedError, f"changes a copy{PLACE}", X, None, lambda made, x: torch.view_as_real(x + 1j)[..., 0].mul_(2)),
     (UnsupportedError, "single numbers that differ between replicas", own(1.0, 2.0), GLOBAL, never),
     (UnsupportedError, "XLA_FLAGS", X, ts.RunOptions(xla_options={"a": 1}), never),
     (UnsupportedError, "tensors or numbers", ts.PerReplica(["a", "b"]), None, never),

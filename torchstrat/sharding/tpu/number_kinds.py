@@ -6,6 +6,7 @@ and none for others. Those of `_RIGHT` have been compared with the host's, value
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -139,6 +140,35 @@ def of_complex(func: Any) -> Callable[..., Any]:
         f"have its values and gradients (at {current_place()}). Write it with the real and the imaginary part: x.real, "
         "x.imag, torch.complex(real, imag)."
     )
+
+
+class Pairs:
+    """The pairs of parts that a step has asked for (`torch.view_as_real`): copies here, and views elsewhere.
+
+    ``views``: functions that give views of their argument.
+    """
+
+    def __init__(self, views: frozenset[Any]) -> None:
+        self._views = views
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """``func(*args)`` was ``result``."""
+        if func is _pair or (self._made and func in self._views and args and self._has(args[0])):
+            for one in result if isinstance(result, list | tuple) else (result,):
+                self._made[id(one)] = weakref.ref(one)
+
+    def require_unedited(self, target: Any) -> None:
+        """Raises `UnsupportedError` where an edit would be lost."""
+        if self._made and self._has(target):
+            raise UnsupportedError(
+                "an edit in place of what torch.view_as_real gives in a step changes a copy of the complex tensor (at "
+                f"{current_place()}). Write the tensor: z.copy_(torch.view_as_complex(pairs * 0.5))."
+            )
+
+    def _has(self, value: Any) -> bool:
+        reference = self._made.get(id(value))
+        return reference is not None and reference() is value
 
 
 _TRANSFORMS = frozenset(member for member in vars(torch.fft).values() if callable(member))

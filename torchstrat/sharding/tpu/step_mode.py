@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import is_any_autocast_enabled, swap_tensor_impl
 from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.core.half_precision import HALF
+from torchstrat.core.optimizers import Tier, tier_of
+from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import LaneBackward
 from torchstrat.sharding.tpu.draws import Draws, is_draw
 from torchstrat.sharding.tpu.edits import Edits, is_edit
 from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
-from torchstrat.sharding.tpu.number_kinds import is_any_complex, members, of_complex
+from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, members, of_complex
 from torchstrat.sharding.tpu.rewrites import Rewrites
 
 _NAMES = (
@@ -236,7 +239,7 @@ class RecordedMode(TorchFunctionMode):
     def __init__(self, device: torch.device, find_rewrite: Callable[[Any], Callable[..., Any] | None]) -> None:
         super().__init__()
         self._device, self._find_rewrite = device, find_rewrite
-        self._layouts = Layouts()
+        self._layouts, self._pairs = Layouts(), Pairs(_REARRANGE)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -257,6 +260,8 @@ class RecordedMode(TorchFunctionMode):
         self._layouts.require_known(func, args)
         if is_any_complex(args):
             func = of_complex(func)
+        if is_edit(func) and args:
+            self._pairs.require_unedited(args[0])
         try:
             result = self._call(func, types, args, kwargs)
         except TorchstratError:
@@ -267,6 +272,7 @@ class RecordedMode(TorchFunctionMode):
                 raise
             raise reason from error
         self._layouts.note(func, args, result)
+        self._pairs.note(func, args, result)
         return result
 
     def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -431,6 +437,15 @@ class _OptimizerSteps(threading.local):
     def is_plain(self) -> bool:
         return bool(self.calls) and self.calls[-1]
 
+    def outside(self, closure: Callable[[], Any]) -> Any:
+        """Code of the user's, which a step calls."""
+        self.calls.append(False)
+        try:
+            return closure()
+        finally:
+            if self.calls:
+                self.calls.pop()
+
 
 _steps = _OptimizerSteps()
 
@@ -439,10 +454,13 @@ _steps = _OptimizerSteps()
 def optimizers_watched() -> Iterator[None]:
     """In this block every `StepMode` knows when an optimizer steps on its thread."""
 
-    def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         require_possible(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        _steps.calls.append(closure is None and not steps_own_tensors(optimizer))
+        closure = closure_of(args, kwargs)
+        # What others do with a closure's loss, which differs from lane to lane, is not known.
+        is_plain = closure is None or tier_of(optimizer) is not Tier.ALL
+        _steps.calls.append(is_plain and not steps_own_tensors(optimizer))
+        return closure and with_closure(optimizer, partial(_steps.outside, closure), args, kwargs)
 
     def leave(*_: object) -> None:
         if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
