@@ -150,24 +150,24 @@ class Pairs:
 
     def __init__(self, views: frozenset[Any]) -> None:
         self._views = views
-        self._made: dict[int, weakref.ref[Tensor]] = {}
+        self.made: dict[int, weakref.ref[Tensor]] = {}
 
     def note(self, func: Any, args: Any, result: Any) -> None:
         """``func(*args)`` was ``result``."""
-        if func is _pair or (self._made and func in self._views and args and self._has(args[0])):
+        if func is _pair or (self.made and func in self._views and args and self._has(args[0])):
             for one in result if isinstance(result, list | tuple) else (result,):
-                self._made[id(one)] = weakref.ref(one)
+                self.made[id(one)] = weakref.ref(one)
 
     def require_unedited(self, target: Any) -> None:
         """Raises `UnsupportedError` where an edit would be lost."""
-        if self._made and self._has(target):
+        if self.made and self._has(target):
             raise UnsupportedError(
                 "an edit in place of what torch.view_as_real gives in a step changes a copy of the complex tensor (at "
                 f"{current_place()}). Write the tensor: z.copy_(torch.view_as_complex(pairs * 0.5))."
             )
 
     def _has(self, value: Any) -> bool:
-        reference = self._made.get(id(value))
+        reference = self.made.get(id(value))
         return reference is not None and reference() is value
 
 

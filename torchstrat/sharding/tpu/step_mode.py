@@ -260,7 +260,7 @@ class RecordedMode(TorchFunctionMode):
         self._layouts.require_known(func, args)
         if is_any_complex(args):
             func = of_complex(func)
-        if is_edit(func) and args:
+        if self._pairs.made and is_edit(func) and args:
             self._pairs.require_unedited(args[0])
         try:
             result = self._call(func, types, args, kwargs)
