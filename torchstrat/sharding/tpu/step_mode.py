@@ -249,7 +249,7 @@ class RecordedMode(TorchFunctionMode):
                 return self._guarded(func, types, args, kwargs)
         return self._guarded(func, types, args, kwargs)
 
-    def _guarded(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
+    def _guarded(self, func: object, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
         if is_any_autocast_enabled():
             as_plainly = lowered(func, args, kwargs, self._device.type)
             if as_plainly is not None:
