@@ -338,6 +338,11 @@ def number_hooks_apart() -> None:
     handle.next_id = max(handle.next_id, _HOOKS_OF_OTHERS)
 
 
+def next_hook_id() -> int:
+    """What the next hook gets that is registered on anything."""
+    return RemovableHandle.next_id
+
+
 def new_hook_key() -> int:
     """One that no other hook has, in whichever of the dictionaries above."""
     key: int = torch.utils.hooks.RemovableHandle(optimizer_pre_hooks).id

@@ -137,6 +137,29 @@ def assigned_gradients(*, accumulate_in_place: bool) -> Training:
     return Training(step, {"model": model})
 
 
+def hooks_for_a_pass() -> Training:
+    """The step registers hooks on modules, and removes one when it has been backward; one stays from the first step."""
+    model = Mlp()
+    optimizer = sgd(model)
+    steps: list[Any] = []
+
+    def halved(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 0.5
+
+    def step(batch: Batch) -> torch.Tensor:
+        optimizer.zero_grad()
+        handle = model.first.register_forward_hook(halved)
+        if not steps:
+            model.last.register_forward_pre_hook(lambda module, inputs: inputs[0] * 0.5)
+        losses = squared_error(model(batch[0]), batch[1])
+        losses.mean().backward()
+        handle.remove()
+        optimizer.step()
+        return losses.detach()
+
+    return Training(step, {"model": model}, after=lambda *_: steps.append(None))
+
+
 def func_grad() -> Training:
     model = Mlp()
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -367,7 +390,7 @@ def cached_by_version() -> Training:
 
 CASES = (
     *named(forward_hooks, backward_hooks, tensor_hooks, gradient_penalty, func_grad, frozen_then_unfrozen),
-    *named(two_models_one_backward, double_backward_across_all_reduce),
+    *named(two_models_one_backward, double_backward_across_all_reduce, hooks_for_a_pass),
     *named(graph_kept_over_a_step, blocks_over_the_whole_step),
     *named(cached_by_version, batches=partial(regression, (12, 12, 1, 1))),
     *named(nested_reentrant_checkpoints, backward_twice_over_one_graph, backward_of_some_inputs, batches=uneven),

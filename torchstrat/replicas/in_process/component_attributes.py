@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.entries import reference_of_entry
@@ -161,6 +162,7 @@ class ComponentAttributes:
         self._has_made_members = False
         self._before: list[_Attributes] | None = None
         self._kept = KeptAttributes()
+        self._hooks = _HooksOfStep()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -182,6 +184,7 @@ class ComponentAttributes:
                 if id(value) not in known:
                     known.add(id(value))
                     self._modules.append(value)
+        self._hooks.begin(self.modules)
         own = [vars(module) for module in self._modules]
         self._attributes[replicas[0]] = own
         left = [self._kept.take(module, replicas[0]) for module in self._modules]
@@ -211,6 +214,7 @@ class ComponentAttributes:
         own = self._attributes.get(replica)
         if own is None:
             return
+        self._hooks.park(replica)
         if self._has_made_members:
             self._has_made_members = False
             for index, attributes in enumerate(own):
@@ -221,6 +225,7 @@ class ComponentAttributes:
     def install(self, replica: int) -> None:
         for module, attributes in zip(self._modules, self._attributes.get(replica, ()), strict=False):
             _set_attributes(module, "__dict__", attributes)
+        self._hooks.install(replica)
 
     def begin_common(self) -> None:
         """While all replicas stand still, code runs that is for all of them, on the leader's attributes."""
@@ -244,6 +249,44 @@ class ComponentAttributes:
         for index, module in enumerate(self._modules):
             self._kept.keep(module, leader, [(replica, self._attributes[replica][index]) for replica in others])
         self._modules, self._attributes, self._before = [], {}, None
+        self._hooks.end()
+
+
+class _HooksOfStep:
+    """Hooks that replicas register on modules in a run. The dictionaries are common to all, and what one registers for
+    a part of its step (an activation to look at, up to ``handle.remove()``) is for its own forward passes; what is left
+    at the end is the leader's."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._first = 0
+        self._parked: dict[int, list[tuple[dict[int, Any], int, Any]]] = {}
+
+    def begin(self, modules: list[nn.Module]) -> None:
+        self._modules, self._first, self._parked = modules, next_hook_id(), {}
+
+    def park(self, replica: int) -> None:
+        if next_hook_id() != self._first:  # else nobody has registered a hook on anything
+            self._parked[replica] = [(table, key, table.pop(key)) for table, key in list(self._found())]
+
+    def install(self, replica: int) -> None:
+        for table, key, hook in self._parked.pop(replica, ()):
+            table[key] = hook
+
+    def end(self) -> None:
+        self._modules, self._parked = [], {}
+
+    def _found(self) -> Iterator[tuple[dict[int, Any], int]]:
+        for module in self._modules:
+            attributes = vars(module)
+            tables = [table for name in _HOOKS if (table := attributes.get(name))]
+            own = {key for table in tables for key, hook in table.items() if type(hook).__module__.startswith(_OWN)}
+            for table in tables:
+                yield from ((table, key) for key in table if key >= self._first and key not in own)
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_OWN = "torchstrat."
 
 
 class _Copies:
