@@ -39,6 +39,8 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("graph of inputs", "once differentiable", "PyTorch refuses it: these have no second derivative"),
     ("graph of inputs", "reentrant", "PyTorch refuses it: reentrant checkpoints cannot be differentiated twice"),
     ("complex", "not complex", "PyTorch refuses it: complex numbers have no order, and losses are real"),
+    ("complex", "flat", "PyTorch refuses it: a buffer of real numbers has no view that is a complex gradient"),
+    ("complex", "of real numbers", "PyTorch refuses it: such optimizers, and fused steps, are for real numbers"),
     ("own loss", "summed", "it divides by the rows of a replica"),
     ("scaled", "over", "what was there before would be divided once more"),
     ("graph", "in place", "PyTorch refuses it: what is changed in place is needed for the second pass"),
@@ -483,7 +485,6 @@ UPDATES: Mapping[str, Piece] = {
 _DENSE = {
     "Adam": "torch.optim.Adam({p}, lr={rate})",
     "AdamW": "torch.optim.AdamW({p}, lr={rate}, amsgrad=True)",
-    "AdamW, fused": "torch.optim.AdamW({p}, lr={rate}, fused=True)",
     "Adam, foreach": "torch.optim.Adam({p}, lr={rate}, foreach=True, weight_decay=0.1)",
     "Adagrad": "torch.optim.Adagrad({p}, lr={rate}, initial_accumulator_value=0.1)",
     "RMSprop": "torch.optim.RMSprop({p}, lr={rate}, momentum=0.5, centered=True, eps=1e-3)",
@@ -493,6 +494,9 @@ _DENSE = {
     "NAdam": "torch.optim.NAdam({p}, lr={rate})",
     "RAdam": "torch.optim.RAdam({p}, lr={rate})",
     "ASGD": "torch.optim.ASGD({p}, lr={rate})",
+}
+_DENSE_AND_REAL = {
+    "AdamW, fused": "torch.optim.AdamW({p}, lr={rate}, fused=True)",
     "Adafactor": "torch.optim.Adafactor({p}, lr={rate})",
     "Ftrl": "ts.Ftrl({p}, lr={rate}, l1=0.001, l2=0.1, initial_accumulator_value=0.1)",
 }
@@ -502,17 +506,12 @@ OPTIMIZERS: Mapping[str, Piece] = {
         "torch.optim.SGD({p}, lr={rate}, momentum=0.9, nesterov=True, weight_decay=0.01)", "dense only"
     ),
     **{name: _piece(text, "dense only") for name, text in _DENSE.items()},
+    **{name: _piece(text, "dense only, of real numbers") for name, text in _DENSE_AND_REAL.items()},
     "LBFGS": _piece("torch.optim.LBFGS({p}, lr=0.1, max_iter=3)", "dense only, one optimizer, with closure"),
     "Lookahead": _piece("Lookahead(torch.optim.SGD({p}, lr={rate}))", "wrapper, no closure for it"),
     "Decaying": _piece("Decaying({p}, lr={rate})", "wrapper"),
-    "SharpnessAware": _piece(
-        "SharpnessAware({p}, torch.optim.SGD, lr={rate})",
-        "dense only, one optimizer, with closure, wrapper, ascends, no closure for it",
-    ),
 }
-CLASSES = {
-    name: inspect.getsource(getattr(gradient_updates, name)) for name in ("Lookahead", "Decaying", "SharpnessAware")
-}
+CLASSES = {name: inspect.getsource(getattr(gradient_updates, name)) for name in ("Lookahead", "Decaying")}
 
 GROUPS: Mapping[str, Piece] = {
     "one": _piece("optimizers = [{whole}]"),
