@@ -38,7 +38,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.numel() or not other.numel():
         return False
     begins = [one.data_ptr(), other.data_ptr()]
-    ends = [begin + _extent(t) * t.element_size() for begin, t in zip(begins, (one, other), strict=True)]
+    ends = [begin + extent(t) * t.element_size() for begin, t in zip(begins, (one, other), strict=True)]
     if max(begins) >= min(ends):
         return False
     size = one.element_size()
@@ -53,7 +53,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(shown[1].any())
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """How many elements lie between the first and the last in memory, with both."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -25,6 +25,7 @@ from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
 from torchstrat.core.reachable import Reached, Start, address_of, has_address
 
+_MOST_OBJECTS = 64  # that a step reaches: the nearest ones; further away lie data
 _MOST_PLAIN = 200
 _REMEMBERED_STEPS = 256
 
@@ -263,7 +264,7 @@ class VariableRegistry:
         if start.is_closed and not is_new:
             return []
         found = start.walk(again=not is_new)
-        self.objects = [weakref.ref(one) for one in found.objects]
+        self.objects = [weakref.ref(one) for one in found.objects[:_MOST_OBJECTS]]
         adopted = self._record(found)
         for tensor in found.plain[:_MOST_PLAIN]:
             self._plain.add(tensor)

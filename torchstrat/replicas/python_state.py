@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-_MOST_OBJECTS = 64
-"""Of a step's: the nearest ones. Further away lie data."""
-
 
 class StepCounts:
     """Numbers in objects of the program's own, in one run of a strategy after the other."""
@@ -30,7 +27,7 @@ class StepCounts:
     def begin(self, objects: Sequence[weakref.ref[Any]]) -> None:
         """A run begins, whose step reaches these."""
         self._before = []
-        for reference in objects[:_MOST_OBJECTS]:
+        for reference in objects:
             numbers = {
                 name: value for name, value in getattr(reference(), "__dict__", {}).items() if type(value) is int
             }

@@ -184,7 +184,7 @@ class ComponentAttributes:
                 if id(value) not in known:
                     known.add(id(value))
                     self._modules.append(value)
-        self._hooks.begin(self.modules)
+        self._hooks.begin(self._modules)
         own = [vars(module) for module in self._modules]
         self._attributes[replicas[0]] = own
         left = [self._kept.take(module, replicas[0]) for module in self._modules]
@@ -258,11 +258,12 @@ class _HooksOfStep:
     at the end is the leader's."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._modules: list[Any] = []
         self._first = 0
         self._parked: dict[int, list[tuple[dict[int, Any], int, Any]]] = {}
 
-    def begin(self, modules: list[nn.Module]) -> None:
+    def begin(self, modules: list[Any]) -> None:
+        """``modules``: and data classes, which have no hooks."""
         self._modules, self._first, self._parked = modules, next_hook_id(), {}
 
     def park(self, replica: int) -> None:
@@ -278,6 +279,8 @@ class _HooksOfStep:
 
     def _found(self) -> Iterator[tuple[dict[int, Any], int]]:
         for module in self._modules:
+            if not isinstance(module, nn.Module):
+                continue
             attributes = vars(module)
             tables = [table for name in _HOOKS if (table := attributes.get(name))]
             own = {key for table in tables for key, hook in table.items() if type(hook).__module__.startswith(_OWN)}

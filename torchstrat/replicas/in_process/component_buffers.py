@@ -14,6 +14,7 @@ from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.tensor_bytes import extent
 from torchstrat.core.variables import BufferSlot
 from torchstrat.replicas.local_updates import OwnValues
 
@@ -58,9 +59,9 @@ class _BufferState:
         start, length = int(original.storage_offset()), original.numel()
         for view in views:
             place = int(view.storage_offset()) - start
-            if address_of(view) != address_of(original) or place + _extent(view) <= 0 or place >= length:
+            if address_of(view) != address_of(original) or place + extent(view) <= 0 or place >= length:
                 continue
-            is_part = place >= 0 and place + _extent(view) <= length
+            is_part = place >= 0 and place + extent(view) <= length
             if is_part and view.dtype == original.dtype and original.is_contiguous():
                 self.views.append((view, place))
             else:
@@ -71,7 +72,7 @@ class _BufferState:
         assert self.original is not None
         self.original.data = data
         for view, place in self.views:
-            if data.dtype == view.dtype and data.numel() >= place + _extent(view):
+            if data.dtype == view.dtype and data.numel() >= place + extent(view):
                 view.data = data.as_strided(view.shape, view.stride(), data.storage_offset() + place)
 
     def give_each(self, replicas: Iterable[int], devices: dict[int, torch.device]) -> None:
@@ -122,6 +123,7 @@ class ComponentBuffers:
         self._own = _OwnBuffers(rules)
         self.states: list[_BufferState] = []
         self._replicas: list[int] = []
+        self._has_views = False
         self._modules: set[int] = set()
 
     def begin(
@@ -132,7 +134,7 @@ class ComponentBuffers:
         views: Sequence[torch.Tensor] = (),
     ) -> None:
         """``views``: tensors that share memory with buffers."""
-        self._replicas = replicas
+        self._replicas, self._has_views = replicas, bool(views)
         self._modules = {id(module) for module in modules}
         self.states = [_BufferState(slot, slot.tensor) for slot in slots]
         for state in self.states if views else ():
@@ -195,7 +197,7 @@ class ComponentBuffers:
 
     def refuse_edits_of_viewed(self) -> None:
         """Each replica has a copy of a buffer, which views of another kind than `find_views` knows do not follow."""
-        for state in self.states:
+        for state in self.states if self._has_views else ():
             before = state.central
             if not state.has_other_views or before is None:
                 continue
@@ -302,11 +304,6 @@ class ComponentBuffers:
             if state.original is not None and state.central is not None:
                 state.show(state.central)
         self.states, self._replicas, self._modules = [], [], set()
-
-
-def _extent(view: torch.Tensor) -> int:
-    """How many elements lie from its first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
 def _version_of(tensor: torch.Tensor) -> int:
