@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.batch_kinds import COUNTS, KINDS, ROWS, Example, Kind, examples_of
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused
 from torchstrat.core import nest
 from torchstrat.data import distributed, marks, readings, rows, streams
 from torchstrat.errors import WrongTypeError
@@ -282,10 +282,6 @@ def _with(owner: Any, name: str, other: Any) -> Callable[[], AbstractContextMana
     return lambda: patch.object(owner, name, other)
 
 
-def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
-    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
-
-
 def _by_counts(reading: Any, whole: Any, examples: Any) -> Any:
     return whole if rows.common_rows(whole) == len(examples) else None
 
@@ -303,62 +299,62 @@ FAULTS = (
     PlantedFault(
         "equal counts are taken for rows along dim 0",
         _with(readings.CollateReading, "marked", _by_counts),
-        _at("time first, as many steps as rows", "loader"),
+        cells_at("time first, as many steps as rows", "loader"),
     ),
     PlantedFault(
         "what becomes of fewer examples is not looked at",
         _with(readings, "_narrowed", lambda dims, *_: dims),
-        _at("time first, as many steps as rows", "loader"),
+        cells_at("time first, as many steps as rows", "loader"),
     ),
     PlantedFault(
         "leaves with different numbers of rows are each split by their own",
         _with(streams, "require_aligned", lambda batch: 0),
-        _at("list of examples", "generator", "mirrored x2", "torchrun mirrored"),
+        cells_at("list of examples", "generator", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "a list that may hold examples is not told of",
         _with(streams, "tell_of_lists", lambda batch: None),
-        _at("list of as many examples as channels", "generator"),
+        cells_at("list of as many examples as channels", "generator"),
     ),
     PlantedFault(
         "tuples of a class of their own become plain ones",
         _with(nest, "_rebuild_tuple", lambda like, values: tuple(values)),
-        _at("tuple with a constructor of its own", "generator"),
+        cells_at("tuple with a constructor of its own", "generator"),
     ),
     PlantedFault(
         "a mapping's class is called with pairs",
         _with(nest, "_filled_copy", lambda like, values: type(like)(dict(zip(like, values, strict=True)))),
-        _at("dict subclass", "loader", "mirrored x2", "torchrun mirrored"),
+        cells_at("dict subclass", "loader", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "a copy may write to the original's entries",
         _with(nest, "_differ", lambda first, second: False),
-        _at("mapping that shares its entries with a copy", "loader"),
+        cells_at("mapping that shares its entries with a copy", "loader"),
     ),
     PlantedFault(
         "dataclasses are copied with what they have computed",
         _with(marks, "_rebuild_dataclass", _shallow),
-        _at("dataclass", "generator"),
+        cells_at("dataclass", "generator"),
     ),
     PlantedFault(
         "the step gets the marks",
         _with(distributed, "unmarked", lambda value: value),
-        _at("numbers, marked", "loader", "mirrored x2", "torchrun mirrored"),
+        cells_at("numbers, marked", "loader", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "marked rows are cut along dim 0",
         _with(rows, "_cut_along", lambda leaf, dim, start, stop: _cut_along(leaf, 0, start, stop)),
-        _at("time first, marked", "generator"),
+        cells_at("time first, marked", "generator"),
     ),
     PlantedFault(
         "every replica gets the first examples of a list",
         _with(rows, "_cut_list", lambda values, start, stop: values[: stop - start]),
-        _at("list of examples, marked", "generator"),
+        cells_at("list of examples, marked", "generator"),
     ),
     PlantedFault(
         "nested tensors are not cut",
         _with(rows, "_cut_nested", lambda leaf, start, stop: leaf),
-        _at("nested, jagged", "generator"),
+        cells_at("nested, jagged", "generator"),
     ),
 )
 

@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.matrix import lifetime_servers
 from tests.matrix.on_servers import marked
-from tests.matrix.table import PlantedFault
+from tests.matrix.table import PlantedFault, cells_at
 from torchstrat.core import gradients
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
 from torchstrat.data import prefetch
@@ -84,10 +84,6 @@ def _without_an_end(self: VariableRegistry, step: Any, start: Any) -> None:
     self._walked[step] = start
 
 
-def _at(row: str, column: str, *places: str) -> tuple[str, ...]:
-    return tuple(f"{row} | {column} | {place}" for place in places)
-
-
 _MANY = "20,000 functions"
 _RESULTS, _CODES = "a coordinator keeps the results of functions", "workers keep every function"
 _ON_WORKERS, _BUILT = "workers keep what the program has dropped", "workers keep per-worker values"
@@ -96,86 +92,86 @@ FAULTS = [
     PlantedFault(
         "results of runs are kept",
         _keeping(InProcessReplicas, "run"),
-        _at("results", "dropped", "one_device", "mirrored x2"),
+        cells_at("results", "dropped", "one_device", "mirrored x2"),
     ),
     PlantedFault(
         "modules are held strongly",
         _keeping(WeakOrdered, "add"),
-        _at("models", "dropped", "mirrored x2", "torchrun mirrored"),
+        cells_at("models", "dropped", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "steps are remembered for good",
         lambda: mock.patch.object(VariableRegistry, "_remember", _without_an_end),
-        _at("functions", _MANY, "mirrored x2"),
+        cells_at("functions", _MANY, "mirrored x2"),
     ),
     PlantedFault(
         "hooks of a dropped strategy stay on the tensors",
         _off(gradients, "_detach"),
-        _at("strategies", "dropped", "mirrored x2"),
+        cells_at("strategies", "dropped", "mirrored x2"),
     ),
     PlantedFault(
         "threads of a dropped strategy go on",
         lambda: _later(baton, "_dismiss"),
-        _at("strategies", "dropped", "mirrored x2"),
+        cells_at("strategies", "dropped", "mirrored x2"),
     ),
     PlantedFault(
         "a reader in the background goes on without its iterator",
         lambda: _later(prefetch._Background, "stop"),
-        _at("iterators", "dropped", "one_device", "mirrored x2"),
+        cells_at("iterators", "dropped", "one_device", "mirrored x2"),
     ),
     PlantedFault(
         "loader processes go on without their iterator",
         _off(_MultiProcessingDataLoaderIter, "_shutdown_workers"),
-        _at("loader processes", "dropped", "torchrun mirrored"),
+        cells_at("loader processes", "dropped", "torchrun mirrored"),
     ),
     PlantedFault(
         "groups that nobody has any more stay",
         _off(process_group, "_destroy_abandoned"),
-        _at("strategies", "dropped", "torchrun multi_worker_mirrored"),
+        cells_at("strategies", "dropped", "torchrun multi_worker_mirrored"),
     ),
     PlantedFault(
         "groups of a dropped strategy stay",
         _off(process_group, "abandon"),
-        _at("data sets", "dropped", "torchrun mirrored"),
+        cells_at("data sets", "dropped", "torchrun mirrored"),
     ),
     PlantedFault(
         "processes that share memory keep each other's descriptors",
         _off(Neighbours, "close"),
-        _at("strategies", "500 trials", "torchrun mirrored"),
+        cells_at("strategies", "500 trials", "torchrun mirrored"),
     ),
     PlantedFault(
         "common memory stays mapped",
         _keeping(CommonMemory, "places"),
-        _at("models", "dropped", "torchrun central_storage"),
+        cells_at("models", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(
         "common memory of state stays mapped",
         _keeping(CentralState, "_bind"),
-        _at("optimizers", "dropped", "torchrun central_storage"),
+        cells_at("optimizers", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(
         "optimizers keep the hooks of earlier strategies",
         _off(StepsOutside, "_let_go"),
-        _at("strategies", "dropped", "torchrun central_storage"),
+        cells_at("strategies", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(
         _RESULTS,
         lambda: marked(_RESULTS, _keeping(Dispatcher, "_handle_news")),
-        _at("results", "dropped", lifetime_servers.PLACE),
+        cells_at("results", "dropped", lifetime_servers.PLACE),
     ),
     PlantedFault(
         _CODES,
         lambda: marked(_CODES, lambda: mock.patch.object(Recent, "add", _added_for_good)),
-        _at("functions", "dropped", lifetime_servers.PLACE),
+        cells_at("functions", "dropped", lifetime_servers.PLACE),
     ),
     PlantedFault(
         _ON_WORKERS,
         lambda: marked(_ON_WORKERS, _off(Copies, "release")),
-        _at("models", "dropped", lifetime_servers.PLACE),
+        cells_at("models", "dropped", lifetime_servers.PLACE),
     ),
     PlantedFault(
         _BUILT,
         lambda: marked(_BUILT, _off(Resources, "forget")),
-        _at("iterators", "dropped", lifetime_servers.PLACE),
+        cells_at("iterators", "dropped", lifetime_servers.PLACE),
     ),
 ]

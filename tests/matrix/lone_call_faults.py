@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 from tests.matrix.places import LOGICAL_DEVICES
-from tests.matrix.table import PlantedFault
+from tests.matrix.table import PlantedFault, switched_off
 from torchstrat.checkpoint import job_state
 from torchstrat.core.communicator import within
 from torchstrat.core.variable import variable
@@ -19,10 +18,6 @@ from torchstrat.replicas.per_process import engine as per_process
 from torchstrat.sharding.dtensor.devices import LogicalDevices
 
 SHARED, SOCKETS = "torchrun mirrored", "torchrun multi_worker_mirrored"
-
-
-def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: patch.object(owner, name, instead)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -56,47 +51,47 @@ _meet = Lockstep.meet
 FAULTS = (
     PlantedFault(
         "an assignment's exchange is not told from another's",
-        _off(variable, "within", lambda call: within(call) if call.startswith("reading") else nullcontext()),
+        switched_off(variable, "within", lambda call: within(call) if call.startswith("reading") else nullcontext()),
         (_cell("assign_add", "makes its twin", SHARED), _cell("assign_add", "makes its twin", SOCKETS)),
     ),
     PlantedFault(
         "reading a variable is not told from a reduce",
-        _off(variable, "within", lambda call: nullcontext() if call.startswith("reading") else within(call)),
+        switched_off(variable, "within", lambda call: nullcontext() if call.startswith("reading") else within(call)),
         (_cell("read", "makes its twin", SOCKETS),),
     ),
     PlantedFault(
         "ranks that send objects over sockets are not compared",
-        _off(process_group, "header", lambda kind, call, numbers: agreement.header(kind, "any", numbers)),
+        switched_off(process_group, "header", lambda kind, call, numbers: agreement.header(kind, "any", numbers)),
         (_cell("next batch", "makes its twin", SHARED), _cell("state of a data set", "makes its twin", SOCKETS)),
     ),
     PlantedFault(
         "who waits does not look what the others wait in",
-        _off(standstill.Standstill, "look", _nothing),
+        switched_off(standstill.Standstill, "look", _nothing),
         (_cell("next batch", "runs nothing", SHARED), _cell("next batch", "runs nothing", SOCKETS)),
     ),
     PlantedFault(
         "who waits for words does not look what the others wait in",
-        _off(process_group._WordsPlace, "look", _nothing),
+        switched_off(process_group._WordsPlace, "look", _nothing),
         (_cell("end of a pass", "is stopped", SOCKETS), _cell("end of a pass", "reduces", SHARED)),
     ),
     PlantedFault(
         "words that do not come are no error",
-        _off(notes.StoredWords, "_listen", _listen_in_vain),
+        switched_off(notes.StoredWords, "_listen", _listen_in_vain),
         (_cell("end of a pass", "is stopped", SHARED),),
     ),
     PlantedFault(
         "saves do not announce themselves",
-        _off(job_state, "everyone_of", lambda objects: None),
+        switched_off(job_state, "everyone_of", lambda objects: None),
         (_cell("save", "runs a step", SHARED), _cell("save by a manager", "runs nothing", SOCKETS)),
     ),
     PlantedFault(
         "what ranks agree on is not compared",
-        _off(agreement, "_checked", _unchecked),
+        switched_off(agreement, "_checked", _unchecked),
         (_cell("reduce", "runs nothing", SHARED), _cell("merge_call", "runs nothing", SOCKETS)),
     ),
     PlantedFault(
         "calls in shared memory are not compared",
-        _off(Lockstep, "meet", lambda self, seconds, call=0: _meet(self, seconds)),
+        switched_off(Lockstep, "meet", lambda self, seconds, call=0: _meet(self, seconds)),
         (_cell("sum", "runs a step", LOGICAL_DEVICES), _cell("state_dict", "runs a step", LOGICAL_DEVICES)),
     ),
     PlantedFault(
@@ -106,12 +101,12 @@ FAULTS = (
     ),
     PlantedFault(
         "a rank that fails does not say why",
-        _off(FailureBoard, "post", _nothing),
+        switched_off(FailureBoard, "post", _nothing),
         (_cell("reduce", "raises", SHARED), _cell("reduce", "raises", SOCKETS)),
     ),
     PlantedFault(
         "who waits does not hear of failures",
-        _off(standstill.Standstill, "_failed", lambda *_: {}),
+        switched_off(standstill.Standstill, "_failed", lambda *_: {}),
         (
             _cell("gather", "fails in a run, and stays", SHARED),
             _cell("all_gather", "fails in a run, and stays", SOCKETS),
@@ -119,12 +114,12 @@ FAULTS = (
     ),
     PlantedFault(
         "nobody sees that a process in shared memory has ended",
-        _off(Lockstep, "_ended", lambda self: set()),
+        switched_off(Lockstep, "_ended", lambda self: set()),
         (_cell("reduce", "dies", SHARED),),
     ),
     PlantedFault(
         "input does not announce itself",
-        _off(per_process, "INPUT", "the end of a run (bringing buffers and edited parameters together)"),
+        switched_off(per_process, "INPUT", "the end of a run (bringing buffers and edited parameters together)"),
         (_cell("distribute_dataset", "runs nothing", SHARED),),
     ),
 )

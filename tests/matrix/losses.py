@@ -21,7 +21,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused
 from torchstrat import ReduceOp
 from torchstrat.core import losses as own_losses
 from torchstrat.core.values import DistributedValues
@@ -280,15 +280,11 @@ def _sees_each(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[]
     return lambda: patch.object(owner, name, make(getattr(owner, name)))
 
 
-def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
-    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
-
-
 FAULTS = (
     PlantedFault(
         "gradients from other replicas come without their weight",
         _sees_each(StepWeights, "relative", lambda _: lambda self, replica: 1.0),
-        _at("gathered features, own rows", "uneven", "mirrored x2", "torchrun mirrored"),
+        cells_at("gathered features, own rows", "uneven", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "gradients from other replicas keep their weight where they arrive",
@@ -297,46 +293,46 @@ FAULTS = (
             "_combined_by_weight",
             lambda found: lambda engine, op, gradients: [one * 1.1 for one in found(engine, op, gradients)],
         ),
-        _at("gathered features, whole", "even"),
+        cells_at("gathered features, whole", "even"),
     ),
     PlantedFault(
         "the backward of all_gather keeps to this replica's own loss",
         _sees_each(
             collective_functions, "_combined_by_weight", lambda _: lambda engine, op, gradients: list(gradients)
         ),
-        _at("gathered features, own rows", "even"),
+        cells_at("gathered features, own rows", "even"),
     ),
     PlantedFault(
         "replicas count alike whatever rows they have",
         _sees_each(StepWeights, "of_gradients", lambda _: lambda self, op, replica: 1.0),
-        _at("mean", "uneven"),
+        cells_at("mean", "uneven"),
     ),
     PlantedFault(
         "of several batches the first one's rows count",
         _sees_each(engine, "_has_equal_shares", lambda _: lambda one, other: True),
-        _at("two batches", "uneven", "mirrored x2", "torchrun mirrored"),
+        cells_at("two batches", "uneven", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "results of a run do not say how many rows they have",
         lambda: patch.object(
             DistributedValues, "weights", property(lambda self: None, lambda self, value: None), create=True
         ),
-        _at("results of a run", "uneven", "mirrored x2", "torchrun mirrored"),
+        cells_at("results of a run", "uneven", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "set_weight is not heard",
         _sees_each(StepWeights, "override", lambda _: lambda self, replica, weight: None),
-        _at("by labels, set_weight", "even", "mirrored x2", "torchrun mirrored"),
+        cells_at("by labels, set_weight", "even", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "a sum is divided by the replicas",
         _sees_each(GradientReducer, "_factors_of", lambda _: lambda self, tensor: (1.0, 1.0 / len(self.shares))),
-        _at("sum", "even"),
+        cells_at("sum", "even"),
     ),
     PlantedFault(
         "global_mean takes summed gradients for averaged ones",
         lambda: patch.object(own_losses, "ReduceOp", type("Neither", (), {"SUM": "SUM"})),
-        _at("by labels, summed", "even"),
+        cells_at("by labels, summed", "even"),
     ),
     PlantedFault(
         "global_mean divides by what this replica has",
@@ -349,12 +345,12 @@ FAULTS = (
                 )
             ),
         ),
-        _at("by labels", "uneven"),
+        cells_at("by labels", "uneven"),
     ),
     PlantedFault(
         "one replica is weighed as if it had a row more",
         _sees_each(StepWeights, "of_gradients", lambda found: lambda *run: found(*run) + float(run[-1] == 1)),
-        _at("mean", "no rows"),
+        cells_at("mean", "no rows"),
     ),
     PlantedFault(
         "the backward of all_reduce is a mean",
@@ -363,7 +359,7 @@ FAULTS = (
             "_combined_by_weight",
             lambda found: lambda engine, op, gradients: found(engine, ReduceOp.MEAN, gradients),
         ),
-        _at("from all_reduce", "even", "mirrored x2"),
+        cells_at("from all_reduce", "even", "mirrored x2"),
     ),
 )
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, partialmethod
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch import nn
 import torchstrat as ts
 from tests.matrix import on_servers
 from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_draws
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused, switched_off
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
@@ -301,14 +300,10 @@ def check_in_processes(row: str, column: str, resolver: Any) -> Callable[[], Non
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 
-def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: mock.patch.object(owner, name, instead)
-
-
 def _in_worker_processes(
     fault: str, owner: Any, name: str, instead: Any
 ) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: on_servers.marked(fault, _off(owner, name, instead))
+    return lambda: on_servers.marked(fault, switched_off(owner, name, instead))
 
 
 def _at(row: str, *columns: str, place: str = "2 servers, 2 workers") -> tuple[str, ...]:
@@ -339,92 +334,92 @@ _DTYPE_STAYS = "what a function sets of the default dtype stays"
 FAULTS = [
     PlantedFault(
         "modes that a function sets stay",
-        _off(Settings, "_put_back_modes", lambda self: 0),
+        switched_off(Settings, "_put_back_modes", lambda self: 0),
         (*_at("training mode", IN_FUNCTION), *_at("requires_grad", IN_FUNCTION)),
     ),
     PlantedFault(
         "hyperparameters that a function sets stay",
-        _off(Settings, "_put_back_groups", lambda self, optimizer, kept: None),
+        switched_off(Settings, "_put_back_groups", lambda self, optimizer, kept: None),
         (*_at("hyperparameter", IN_FUNCTION), *_at("hyperparameter, a tensor", IN_FUNCTION)),
     ),
     PlantedFault(
         "settings of the coordinator travel once",
-        _off(KnownWorker, "_set", partialmethod(_first_ones_only, KnownWorker._set)),
+        switched_off(KnownWorker, "_set", partialmethod(_first_ones_only, KnownWorker._set)),
         (*_at("hyperparameter", ASSIGNED), *_at("training mode", ASSIGNED)),
     ),
     PlantedFault(
         "attributes travel once",
-        _off(PlainAttributes, "changed", lambda self, modules: {}),
+        switched_off(PlainAttributes, "changed", lambda self, modules: {}),
         _at("attribute", ASSIGNED),
     ),
     PlantedFault(
         "buffers are known by their tensors",
-        _off(Copies, "_buffer", lambda self, spec: self._tensors[spec.number]),
+        switched_off(Copies, "_buffer", lambda self, spec: self._tensors[spec.number]),
         _at("buffer, replaced by forward", READ),
     ),
     PlantedFault(
         "buffers that are the same by value are the same",
-        _off(local_variables, "is_same", torch.equal),
+        switched_off(local_variables, "is_same", torch.equal),
         _at("buffer, with NaN", READ, IN_FUNCTION),
     ),
     PlantedFault(
         "counters are sent as values",
-        _off(Copies, "_buffer_edits", _buffers_as_values),
+        switched_off(Copies, "_buffer_edits", _buffers_as_values),
         _at("buffer, a counter", AT_ONCE),
     ),
     PlantedFault(
         "what is set of buffers does not reach workers",
-        _off(CapturedVariables, "aggregations", lambda self: {}),
+        switched_off(CapturedVariables, "aggregations", lambda self: {}),
         _at(SUMMED, AT_ONCE),
     ),
     PlantedFault(
         "conflicts are not noted",
-        _off(store, "apply_edit", lambda edit, shards: apply_edit(edit, shards) or True),
+        switched_off(store, "apply_edit", lambda edit, shards: apply_edit(edit, shards) or True),
         _at("buffer, floating", AT_ONCE),
     ),
     PlantedFault(
         "the coordinator's copies are taken for current",
-        _off(CoordinatorCache, "is_current", lambda self, copy: True),
+        switched_off(CoordinatorCache, "is_current", lambda self, copy: True),
         (*_at("parameter", IN_PLACE), *_at("buffer, floating", IN_PLACE)),
     ),
     PlantedFault(
         "what the coordinator writes is not sent",
-        _off(CoordinatorCache, "push_written", lambda self, copies=None: None),
+        switched_off(CoordinatorCache, "push_written", lambda self, copies=None: None),
         (*_at("parameter", INIT), *_at("buffer, floating", LOADED)),
     ),
     PlantedFault(
         "an empty state is not loaded",
-        _off(Job, "push_optimizer", partialmethod(_without_empty_ones, Job.push_optimizer)),
+        switched_off(Job, "push_optimizer", partialmethod(_without_empty_ones, Job.push_optimizer)),
         _at("optimizer state", EMPTY),
     ),
     PlantedFault(
         "what a function writes to a parameter is not seen",
-        _off(WatchedParameter, "is_written", lambda self: False),
+        switched_off(WatchedParameter, "is_written", lambda self: False),
         (*_at("parameter", IN_FUNCTION), *_at("parameter, through .data", IN_FUNCTION)),
     ),
     PlantedFault(
         "what goes past a parameter's version in a function is not seen",
-        _off(WatchedParameter, "is_written", lambda self: self._version != self._version_stored),
+        switched_off(WatchedParameter, "is_written", lambda self: self._version != self._version_stored),
         _at("parameter, through .data", IN_FUNCTION),
     ),
     PlantedFault(
         "a worker goes on with the values that it has",
-        _off(Copies, "expire", lambda self: None),
+        switched_off(Copies, "expire", lambda self: None),
         (*_at("parameter", RAISED), *_at("buffer, floating", RAISED)),
     ),
     PlantedFault(
         "gradients of an earlier function are anybody's",
-        _off(LeftGradients, "check", lambda self, optimizer, name_of: None),
+        switched_off(LeftGradients, "check", lambda self, optimizer, name_of: None),
         _at("gradient", LEFT),
     ),
     PlantedFault(
         "workers step schedulers of their own",
-        _off(StepsOnCoordinator, "__call__", lambda self: None),
+        switched_off(StepsOnCoordinator, "__call__", lambda self: None),
         _at("scheduler", IN_FUNCTION),
     ),
     PlantedFault(
         "functions draw what their worker draws",
-        _off(Job, "seed_of", lambda self, function: torch.initial_seed()),
+        switched_off(Job, "seed_of", lambda self, function: torch.initial_seed()),
         _at(RANDOM, READ, ASSIGNED),
     ),
     PlantedFault(

@@ -11,17 +11,15 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
 
 import torchstrat as ts
 from tests.matrix import on_servers
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused, switched_off
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.server.shards import HeldShards
@@ -184,10 +182,6 @@ def check_of(row: str, column: str, resolver: Any) -> Callable[[], None]:
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 
-def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: mock.patch.object(owner, name, instead)
-
-
 def _at(way: str, *columns: str, kind: str = "parameter", place: str = "2 workers") -> tuple[str, ...]:
     return tuple(f"{kind}: {way} | {column} | {place}" for column in columns)
 
@@ -200,62 +194,62 @@ def _note_versions_only(self: CachedVariable) -> bool:
 FAULTS = [
     PlantedFault(
         "writes do not wait for functions",
-        _off(CoordinatorCache, "paused", lambda self, who: contextlib.nullcontext()),
+        switched_off(CoordinatorCache, "paused", lambda self, who: contextlib.nullcontext()),
         (*_at("in place", FLIGHT), *_at("an operator", FLIGHT), *_at("a row", FLIGHT), *_at(".data", FLIGHT)),
     ),
     PlantedFault(
         "copies are always current",
-        _off(CoordinatorCache, "is_current", lambda self, copy: True),
+        switched_off(CoordinatorCache, "is_current", lambda self, copy: True),
         (*_at("in place", REST), *_at("a row", REST)),
     ),
     PlantedFault(
         "a write is sent with the next function",
-        _off(CoordinatorCache, "write", lambda self, copies, call: call.run()),
+        switched_off(CoordinatorCache, "write", lambda self, copies, call: call.run()),
         (*_at("in place", REST, FLIGHT), *_at("a row", REST, FLIGHT)),
     ),
     PlantedFault(
         "nothing that the coordinator writes is sent",
-        _off(CoordinatorCache, "_assign", lambda self, copies: None),
+        switched_off(CoordinatorCache, "_assign", lambda self, copies: None),
         (*_at("in place", REST), *_at("nn.init", REST)),
     ),
     PlantedFault(
         "what leaves no trace in a version is not seen",
-        _off(CachedVariable, "is_written", _note_versions_only),
+        switched_off(CachedVariable, "is_written", _note_versions_only),
         (*_at(ARRAY, REST), *_at(".data", REST)),
     ),
     PlantedFault(
         "what is handed out is not kept in mind",
-        _off(TensorCall, "hands_out", property(lambda self: False)),
+        switched_off(TensorCall, "hands_out", property(lambda self: False)),
         (*_at(ARRAY, REST), *_at(".data, assigned", REST)),
     ),
     PlantedFault(
         "views do not ask",
-        _off(coordinator_cache, "aliases_in", lambda result, memory: iter(())),
+        switched_off(coordinator_cache, "aliases_in", lambda result, memory: iter(())),
         (*_at("a view", FLIGHT), *_at(".data, a row", FLIGHT), *_at("detach()", FLIGHT)),
     ),
     PlantedFault(
         "old arrays are sent as they are",
-        _off(CoordinatorCache, "_assign_unless_changed", lambda self, written: self._assign(written)),
+        switched_off(CoordinatorCache, "_assign_unless_changed", lambda self, written: self._assign(written)),
         _at(ARRAY, FLIGHT),
     ),
     PlantedFault(
         "what a function overwrites is not noted",
-        _off(HeldShards, "is_known", lambda self, key: True),
+        switched_off(HeldShards, "is_known", lambda self, key: True),
         (*_at("in place", BESIDE), *_at("an operator", BESIDE), *_at("a row", BESIDE), *_at(".data", BESIDE)),
     ),
     PlantedFault(
         "servers apply no edits",
-        _off(store, "apply_edit", lambda edit, shards: True),
+        switched_off(store, "apply_edit", lambda edit, shards: True),
         (*_at("in place", REST, FUNCTION), *_at("a row", FUNCTION)),
     ),
     PlantedFault(
         "what a function writes is not seen",
-        _off(WatchedParameter, "is_written", lambda self: False),
+        switched_off(WatchedParameter, "is_written", lambda self: False),
         (*_at("in place", FUNCTION), *_at("a row", FUNCTION)),
     ),
     PlantedFault(
         "functions' writes are not pushed",
-        _off(Copies, "take_edits", lambda self: []),
+        switched_off(Copies, "take_edits", lambda self: []),
         (*_at("in place", FUNCTION), *_at("in place", FUNCTION, kind="table")),
     ),
 ]

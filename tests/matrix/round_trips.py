@@ -14,11 +14,10 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -44,7 +43,18 @@ from tests.matrix.round_trip_ways import (
     made,
     opened,
 )
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, observe, refused
+from tests.matrix.table import (
+    RIGHT,
+    Cell,
+    Expected,
+    PlantedFault,
+    Table,
+    cells_at,
+    documented,
+    observe,
+    refused,
+    switched_off,
+)
 from torchstrat.checkpoint import items, optimizer_item, plain, safetensors_file
 from torchstrat.core import _torch_private
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
@@ -332,84 +342,76 @@ def cells() -> Iterator[Cell]:
 # -- planted faults --------------------------------------------------------------------------------------------------
 
 
-def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: patch.object(owner, name, instead)
-
-
-def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
-    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
-
-
 FAULTS = (
     PlantedFault(
         "a checkpoint does not keep the versions of modules",
-        _off(items, "versions_of", lambda state, name="": None),
-        _at("versions of modules", "checkpoint", "mirrored x2", "torchrun mirrored"),
+        switched_off(items, "versions_of", lambda state, name="": None),
+        cells_at("versions of modules", "checkpoint", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "a consolidated file does not have the versions of modules",
-        _off(consolidated, "_versions_of", lambda stored: {}),
-        _at("versions of modules", "consolidate"),
+        switched_off(consolidated, "_versions_of", lambda stored: {}),
+        cells_at("versions of modules", "consolidate"),
     ),
     PlantedFault(
         "versions in a plain file are not read",
-        _off(plain, "versions_of", lambda state, name="": None),
-        _at("versions of modules", "plain file in"),
+        switched_off(plain, "versions_of", lambda state, name="": None),
+        cells_at("versions of modules", "plain file in"),
     ),
     PlantedFault(
         "extra state is taken for a weight",
-        _off(items, "is_extra_state", lambda key: False),
-        _at("extra state, a tensor that grows", "checkpoint"),
+        switched_off(items, "is_extra_state", lambda key: False),
+        cells_at("extra state, a tensor that grows", "checkpoint"),
     ),
     PlantedFault(
         "each name of a tied weight has to be in the file",
-        _off(items.TensorsItem, "_under_other_names", lambda self, stored: {}),
-        _at("tied names, one in the file", "plain file in"),
+        switched_off(items.TensorsItem, "_under_other_names", lambda self, stored: {}),
+        cells_at("tied names, one in the file", "plain file in"),
     ),
     PlantedFault(
         "holes are left for tensors that nobody fills",
-        _off(consolidated, "_has_tensors", lambda tree: False),
-        _at("object with a nest", "consolidate"),
+        switched_off(consolidated, "_has_tensors", lambda tree: False),
+        cells_at("object with a nest", "consolidate"),
     ),
     PlantedFault(
         "every tensor is written as its numbers",
-        _off(items, "is_block", lambda value: isinstance(value, torch.Tensor)),
-        _at("buffer, quantized", "checkpoint"),
+        switched_off(items, "is_block", lambda value: isinstance(value, torch.Tensor)),
+        cells_at("buffer, quantized", "checkpoint"),
     ),
     PlantedFault(
         "servers take variables that are more than their numbers",
-        _off(job, "is_block", lambda value: True),
-        _at("buffer, quantized", "checkpoint", ON_SERVERS),
+        switched_off(job, "is_block", lambda value: True),
+        cells_at("buffer, quantized", "checkpoint", ON_SERVERS),
     ),
     PlantedFault(
         "the nest of a state_dict is rebuilt from plain dictionaries",
-        _off(items, "structure_of", lambda value: None),
-        _at("object with a nest", "checkpoint"),
+        switched_off(items, "structure_of", lambda value: None),
+        cells_at("object with a nest", "checkpoint"),
     ),
     PlantedFault(
         "bfloat16 is written under the name of float16",
-        _off(safetensors_file, "_CODES", {**safetensors_file._CODES, torch.bfloat16: "F16"}),
-        _at("parameters, bfloat16", "safetensors"),
+        switched_off(safetensors_file, "_CODES", {**safetensors_file._CODES, torch.bfloat16: "F16"}),
+        cells_at("parameters, bfloat16", "safetensors"),
     ),
     PlantedFault(
         "what a class adds to its state_dict stays on the coordinator",
-        _off(_torch_private, "saves_more", lambda optimizer: False),
-        _at("optimizer that saves more", "checkpoint", ON_SERVERS),
+        switched_off(_torch_private, "saves_more", lambda optimizer: False),
+        cells_at("optimizer that saves more", "checkpoint", ON_SERVERS),
     ),
     PlantedFault(
         "groups of an optimizer on servers are not restored",
-        _off(optimizer_item.OptimizerItem, "_put_options", lambda self, paths, values: None),
-        _at("optimizer, Adam", "checkpoint", ON_SERVERS),
+        switched_off(optimizer_item.OptimizerItem, "_put_options", lambda self, paths, values: None),
+        cells_at("optimizer, Adam", "checkpoint", ON_SERVERS),
     ),
     PlantedFault(
         "state of an optimizer is saved in pieces",
-        _off(CutVariables, "whole_state", lambda self, tensor, value: value),
-        _at("optimizer, Adam", "checkpoint to plain", places.LOGICAL_DEVICES),
+        switched_off(CutVariables, "whole_state", lambda self, tensor, value: value),
+        cells_at("optimizer, Adam", "checkpoint to plain", places.LOGICAL_DEVICES),
     ),
     PlantedFault(
         "what has the shape of a piece is taken for one",
-        _off(engine, "_is_cut", lambda optimizer: True),
-        _at("optimizer, Adafactor", "checkpoint to plain", places.LOGICAL_DEVICES),
+        switched_off(engine, "_is_cut", lambda optimizer: True),
+        cells_at("optimizer, Adafactor", "checkpoint to plain", places.LOGICAL_DEVICES),
     ),
 )
 

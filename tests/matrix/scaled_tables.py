@@ -11,9 +11,8 @@ tells of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused, switched_off
 from torchstrat.core import _torch_private
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import scaling_lookups
@@ -381,59 +380,51 @@ _install_central = Components.install_central
 # -- planted faults --------------------------------------------------------------------------------------------------
 
 
-def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: patch.object(owner, name, instead)
-
-
-def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
-    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
-
-
 FAULTS = (
     PlantedFault(
         "no use is refused",
-        _off(scaling_lookups._Group, "ask", lambda self, *call: None),
-        _at("used without gradient", "nn.Embedding", "mirrored x2"),
+        switched_off(scaling_lookups._Group, "ask", lambda self, *call: None),
+        cells_at("used without gradient", "nn.Embedding", "mirrored x2"),
     ),
     PlantedFault(
         "between processes no use is refused",
-        _off(scaling_lookups._Group, "ask", lambda self, *call: None),
-        _at("used without gradient", "nn.Embedding", "torchrun mirrored"),
+        switched_off(scaling_lookups._Group, "ask", lambda self, *call: None),
+        cells_at("used without gradient", "nn.Embedding", "torchrun mirrored"),
     ),
     PlantedFault(
         "tables of torch's modules are known from their first lookup only",
-        _off(scaling_lookups, "scaling_tables", lambda modules: []),
-        _at("looked up and used in a function compiled before", "nn.Embedding"),
+        switched_off(scaling_lookups, "scaling_tables", lambda modules: []),
+        cells_at("looked up and used in a function compiled before", "nn.Embedding"),
     ),
     PlantedFault(
         "a function that is compiled in a run keeps its lookups",
-        _off(_torch_private, "is_compiler_at_work", lambda: False),
-        _at("looked up and used in a compiled function", "functional.embedding"),
+        switched_off(_torch_private, "is_compiler_at_work", lambda: False),
+        cells_at("looked up and used in a compiled function", "functional.embedding"),
     ),
     PlantedFault(
         "views are tensors like others",
-        _off(scaling_lookups, "share_storage", lambda one, other: False),
-        _at("used by a view from before", "nn.Embedding"),
+        switched_off(scaling_lookups, "share_storage", lambda one, other: False),
+        cells_at("used by a view from before", "nn.Embedding"),
     ),
     PlantedFault(
         "lookups with any norm are alike",
-        _off(scaling_lookups._Group, "is_alike", lambda self, norm: True),
-        _at("looked up with another norm", "functional.embedding"),
+        switched_off(scaling_lookups._Group, "is_alike", lambda self, norm: True),
+        cells_at("looked up with another norm", "functional.embedding"),
     ),
     PlantedFault(
         "rows that a closure's lookups have scaled stay each replica's own",
-        _off(Components, "merge_rows_in_turn", lambda self: None),
-        _at("a closure", "nn.Embedding"),
+        switched_off(Components, "merge_rows_in_turn", lambda self: None),
+        cells_at("a closure", "nn.Embedding"),
     ),
     PlantedFault(
         "between processes rows that a closure's lookups have scaled stay each rank's own",
-        _off(StepLevels, "level_edits", lambda self, elsewhere, call: None),
-        _at("a closure", "nn.Embedding", "torchrun mirrored"),
+        switched_off(StepLevels, "level_edits", lambda self, elsewhere, call: None),
+        cells_at("a closure", "nn.Embedding", "torchrun mirrored"),
     ),
     PlantedFault(
         "a merge_call goes on with the rows that the first replica has scaled",
-        _off(Components, "install_central", _install_central_unmerged),
-        _at("a merge_call", "nn.Embedding"),
+        switched_off(Components, "install_central", _install_central_unmerged),
+        cells_at("a merge_call", "nn.Embedding"),
     ),
 )
 

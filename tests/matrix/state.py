@@ -20,11 +20,10 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -32,7 +31,17 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
+from tests.matrix.table import (
+    RIGHT,
+    Cell,
+    Expected,
+    PlantedFault,
+    Table,
+    assert_close,
+    cells_at,
+    documented,
+    switched_off,
+)
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas import optimizer_state, renormed_rows
@@ -614,79 +623,71 @@ def cells() -> Iterator[Cell]:
 # -- planted faults --------------------------------------------------------------------------------------------------
 
 
-def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: patch.object(owner, name, instead)
-
-
-def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
-    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
-
-
 FAULTS = (
     PlantedFault(
         "optimizer state is one dictionary that all replicas edit",
-        _off(ComponentHelpers, "_share_state", lambda self, helper, own: None),
-        _at("optimizer state", "edited alike", "mirrored x2", "central_storage x2"),
+        switched_off(ComponentHelpers, "_share_state", lambda self, helper, own: None),
+        cells_at("optimizer state", "edited alike", "mirrored x2", "central_storage x2"),
     ),
     PlantedFault(
         "attributes of modules do not change hands",
-        _off(ComponentAttributes, "install", lambda self, replica: None),
-        _at("attribute left by forward", "edited alike"),
+        switched_off(ComponentAttributes, "install", lambda self, replica: None),
+        cells_at("attribute left by forward", "edited alike"),
     ),
     PlantedFault(
         "attributes do not stay each replica's own",
-        _off(KeptAttributes, "take", lambda self, module, leader: {}),
-        _at("attribute carried on", "edited alike"),
+        switched_off(KeptAttributes, "take", lambda self, module, leader: {}),
+        cells_at("attribute carried on", "edited alike"),
     ),
     PlantedFault(
         "lists in attributes are shared",
-        _off(component_attributes, "private_value", lambda value, vectors=(): value),
-        _at("attribute, list", "edited alike"),
+        switched_off(component_attributes, "private_value", lambda value, vectors=(): value),
+        cells_at("attribute, list", "edited alike"),
     ),
     PlantedFault(
         "what shares memory with variables is not looked for",
-        _off(VariableRegistry, "_note_vectors", lambda self, plain: None),
-        _at("memory of gradients", "edited alike") + _at("memory of parameters", "edited alike"),
+        switched_off(VariableRegistry, "_note_vectors", lambda self, plain: None),
+        cells_at("memory of gradients", "edited alike") + cells_at("memory of parameters", "edited alike"),
     ),
     PlantedFault(
         "rows that a lookup has scaled are the first replica's",
-        _off(Components, "merge_rows", lambda self: None),
-        _at("table with max_norm", "checkpointed"),
+        switched_off(Components, "merge_rows", lambda self: None),
+        cells_at("table with max_norm", "checkpointed"),
     ),
     PlantedFault(
         "between processes rows that a lookup has scaled are the first rank's",
-        _off(renormed_rows, "scaled_rows", lambda first, other, *, is_known: torch.zeros(0, dtype=torch.long)),
-        _at("table with max_norm", "checkpointed", "torchrun mirrored"),
+        switched_off(renormed_rows, "scaled_rows", lambda first, other, *, is_known: torch.zeros(0, dtype=torch.long)),
+        cells_at("table with max_norm", "checkpointed", "torchrun mirrored"),
     ),
     PlantedFault(
         "hyperparameters are each rank's own",
-        _off(optimizer_state, "digest", lambda optimizer: 0.0),
-        _at("hyperparameter", "edited differently", "torchrun mirrored", "torchrun central_storage"),
+        switched_off(optimizer_state, "digest", lambda optimizer: 0.0),
+        cells_at("hyperparameter", "edited differently", "torchrun mirrored", "torchrun central_storage"),
     ),
     PlantedFault(
         "optimizer state is each rank's own",
-        _off(StateEdits, "digest", lambda self, optimizer: 0.0),
-        _at("optimizer state", "edited differently", "torchrun mirrored", "torchrun central_storage"),
+        switched_off(StateEdits, "digest", lambda self, optimizer: 0.0),
+        cells_at("optimizer state", "edited differently", "torchrun mirrored", "torchrun central_storage"),
     ),
     PlantedFault(
         "gradients kept for other replicas do not follow a cast",
-        _off(TensorSlot, "cast_grads", lambda self, dtype: None),
-        _at("parameter", "cast"),
+        switched_off(TensorSlot, "cast_grads", lambda self, dtype: None),
+        cells_at("parameter", "cast"),
     ),
     PlantedFault(
         "buffers that are to be summed are averaged",
-        _off(BufferRules, "needs_before", lambda self, module, name: False),
-        _at("buffer, a count that sums up", "edited alike", "mirrored x2", "torchrun mirrored"),
+        switched_off(BufferRules, "needs_before", lambda self, module, name: False),
+        cells_at("buffer, a count that sums up", "edited alike", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "no replica keeps a buffer of its own",
-        _off(BufferRules, "keeps_own", lambda self, module, name: False),
-        _at("buffer, a row per row", "edited alike", "mirrored x2", "torchrun mirrored"),
+        switched_off(BufferRules, "keeps_own", lambda self, module, name: False),
+        cells_at("buffer, a row per row", "edited alike", "mirrored x2", "torchrun mirrored"),
     ),
     PlantedFault(
         "state that was moved through .data is taken for the old one",
-        _off(Entry, "is_kept", lambda self, value: value is self.value),
-        _at("optimizer state", "through .data", "torchrun central_storage"),
+        switched_off(Entry, "is_kept", lambda self, value: value is self.value),
+        cells_at("optimizer state", "through .data", "torchrun central_storage"),
     ),
 )
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -86,6 +87,16 @@ class PlantedFault:
     """A context in which the rule is off; entered in every process of the cell's place."""
     cells: Sequence[str]
     """Ids of cells, of which at least one must come to something else than it has to."""
+
+
+def switched_off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
+    """`PlantedFault.plant` where a rule is one attribute: in the block it is ``instead``."""
+    return lambda: patch.object(owner, name, instead)
+
+
+def cells_at(row: str, column: str, *where: str) -> tuple[str, ...]:
+    """`PlantedFault.cells` of one row and column."""
+    return tuple(f"{row} | {column} | {place}" for place in where or ("mirrored x2",))
 
 
 @dataclass(frozen=True)
