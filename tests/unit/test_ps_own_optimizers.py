@@ -54,6 +54,14 @@ class Program:
             one, depth = getattr(one, "base", None), depth + 1
 
 
+def take_step(program: Any, batch: tuple[torch.Tensor, torch.Tensor], strategy: Any) -> None:
+    """On servers, or plainly where there is no strategy."""
+    if strategy:
+        ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
+    else:
+        program.step(*batch)
+
+
 def train(make: Callable[[Any], Any], between: Between, strategy: Any = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     with strategy.scope() if strategy else nullcontext():
@@ -62,10 +70,7 @@ def train(make: Callable[[Any], Any], between: Between, strategy: Any = None) ->
     for index in range(-1, 4):
         if index >= 0:
             batch = torch.randn(8, 3, generator=draw), torch.randn(8, 2, generator=draw)
-            if strategy:
-                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
-            else:
-                program.step(*batch)
+            take_step(program, batch, strategy)
         if strategy:
             strategy.extended.pull()
         between(program, index)
@@ -506,10 +511,7 @@ def test_a_step_of_either() -> None:
             program = InTurns(WRAPPERS["shares groups"])
         for rows in (3, 4, 5, 6):
             batch = torch.ones(rows, 3), torch.ones(rows, 2)
-            if strategy:
-                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
-            else:
-                program.step(*batch)
+            take_step(program, batch, strategy)
         return dict(program.numbers())
 
     with dtype_and_seed(torch.float64, 0), FakeCluster(workers=1, ps=2) as cluster:
@@ -542,10 +544,7 @@ def test_parameters_that_come_later_are_stepped_by_what_is_wrapped() -> None:
                 with strategy.scope() if strategy else nullcontext():
                     program.optimizer.add_param_group({"params": [*program.model[2].parameters()], "lr": 0.02})
             batch = torch.ones(4, 3), torch.ones(4, 2)
-            if strategy:
-                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
-            else:
-                program.step(*batch)
+            take_step(program, batch, strategy)
         return dict(program.numbers())
 
     with dtype_and_seed(torch.float64, 0), FakeCluster(workers=1, ps=1) as cluster:
@@ -568,10 +567,7 @@ def test_servers_that_are_started_again_get_such_optimizers_and_their_state(
         folder = tmp_path / ("servers" if cluster else "plain")
         for index in range(6):
             batch = torch.ones(index + 1, 3), torch.ones(index + 1, 2)
-            if strategy:
-                ts.ClusterCoordinator(strategy).schedule(program.step, batch).get(60)
-            else:
-                program.step(*batch)
+            take_step(program, batch, strategy)
             if index == 1:
                 checkpoint.save(folder)
             if index == 3:

@@ -20,7 +20,7 @@ from torchstrat.checkpoint.pieces import KeyPath, Piece, goes_by_rows, is_block,
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, Servers
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.core.optimizers import is_listed, kind_of
+from torchstrat.core.optimizers import hyperparameters, is_listed, kind_of
 from torchstrat.core.variable.variable import Variable
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class OptimizerItem:
         if others:
             writes.values.append(((self.name, OTHER_STATE), others))
         for number, group in enumerate(self._optimizer.param_groups):
-            options = {**{key: value for key, value in group.items() if key != "params"}, "params": self._names(number)}
+            options = {**hyperparameters(group), "params": self._names(number)}
             writes.values += [((self.name, "param_groups", number, key), value) for key, value in options.items()]
         writes.replicated = frozenset(piece.path for piece, _ in writes.tensors)
         return writes

@@ -185,6 +185,11 @@ def own_step(optimizer: Optimizer) -> Any:
     return None if is_of_class else types.MethodType(wrapped, optimizer)
 
 
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter group, all but its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 Places = tuple[tuple[int, ...], ...]
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import step_without_compiler
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
-from torchstrat.core.optimizers import Places, groups_with_wrapped, keep_elements, kept_by, wrapped_by
+from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, keep_elements, kept_by, wrapped_by
 from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
@@ -45,7 +45,7 @@ class _Group:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {k: v for k, v in self.group.items() if k != "params"}
+        return hyperparameters(self.group)
 
     def apart(self) -> _Group:
         """Another one with the same contents, for an optimizer that has had this one, too."""

@@ -41,7 +41,16 @@ from torch.optim import Optimizer
 from torchstrat.checkpoint import optimizer_item
 from torchstrat.core._torch_private import optimizers_without_compiler, step_without_compiler
 from torchstrat.core.errors import InvalidArgumentError, NotSendableError, UnsupportedError
-from torchstrat.core.optimizers import Gradients, Kind, Tier, is_listed, kind_of, stand_in_of, step_in_blocks
+from torchstrat.core.optimizers import (
+    Gradients,
+    Kind,
+    Tier,
+    hyperparameters,
+    is_listed,
+    kind_of,
+    stand_in_of,
+    step_in_blocks,
+)
 from torchstrat.parameter_server.messages import SetAttributes, StateOfShard
 from torchstrat.parameter_server.variables.edits import put_rows
 
@@ -197,7 +206,7 @@ def parts_of(optimizer: Optimizer) -> Parts:
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgumentError(f"need a torch.optim.Optimizer; got {type(optimizer).__name__}.")
     attributes = {name: value for name, value in _without_hooks(optimizer).items() if name not in _NOT_SENT}
-    options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    options = tuple(map(hyperparameters, optimizer.param_groups))
     return type(optimizer), attributes, options
 
 

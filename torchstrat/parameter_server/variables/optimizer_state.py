@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.core.optimizers import Gradients, Kind, Tier, is_listed, kind_of, kind_of_class
+from torchstrat.core.optimizers import Gradients, Kind, Tier, hyperparameters, is_listed, kind_of, kind_of_class
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, parts_of, sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
@@ -427,7 +427,7 @@ class _Described:
     @staticmethod
     def _read(optimizer: Optimizer) -> tuple[dict[str, str], list[dict[str, str]]]:
         own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        groups = [hyperparameters(group) for group in optimizer.param_groups]
         return _described(own), [_described(group) for group in groups]
 
     def refuse_other_state(self, name: str, after: Optimizer, parameters: Sequence[torch.Tensor]) -> None:

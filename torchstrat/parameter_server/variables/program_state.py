@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.optimizers import Places, groups_with_wrapped, is_listed
+from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, is_listed
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.variables import BufferSlot, VariableRegistry
@@ -403,7 +403,7 @@ def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
 def options_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Places]:
     """Hyperparameters by group, to be sent, and the places of those of optimizers that it wraps."""
     groups, places = groups_with_wrapped(optimizer)
-    return [{k: v for k, v in as_they_are(group).items() if k != "params"} for group in groups], places
+    return [hyperparameters(as_they_are(group)) for group in groups], places
 
 
 def all_options(

@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import (
     be_idle,
     groups_with_wrapped,
+    hyperparameters,
     is_listed,
     make_stand_in,
     stepped_by,
@@ -354,7 +355,7 @@ class RemoteSteps:
         cleared = self._left.take_cleared(None if step.found_inf else optimizer, self._number_of_variable)
         parts, others = edits_by_server(self._copies.take_edits()), self._discards(cleared)
         if not step.found_inf:
-            options = tuple(map(_options_of, optimizer.param_groups))
+            options = tuple(map(hyperparameters, optimizer.param_groups))
             attributes = self._attributes_of(number)
             wrapped = None if is_listed(type(optimizer)) else self._wrapped_by(optimizer)
             for server in step.servers:
@@ -382,7 +383,7 @@ class RemoteSteps:
                 )
         groups, places = groups_with_wrapped(optimizer)
         attributes = [{} if number is None else self._attributes_of(number) for number in numbers]
-        return Wrapped(places, tuple(map(_options_of, groups[len(own) :])), tuple(attributes))
+        return Wrapped(places, tuple(map(hyperparameters, groups[len(own) :])), tuple(attributes))
 
     def finish(self, taken: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The function has ended: what it has changed besides, and what it leaves to the next step of any goes to the
@@ -424,10 +425,6 @@ class RemoteSteps:
             self._access.send_push(parts, others=others)
         else:
             self._copies.fill(specs, partial(self._access.send_push, parts, others=others))
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 class _StateOnServers:

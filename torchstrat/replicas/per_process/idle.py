@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchstrat.core import nest
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.optimizers import is_listed, load_in_place
+from torchstrat.core.optimizers import hyperparameters, is_listed, load_in_place
 from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
@@ -233,7 +233,7 @@ class IdleReplicas:
                     vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
             if isinstance(helper, Optimizer) and self._storage is not None and self._storage.shares(helper):
                 for group, told in zip(helper.param_groups, state["param_groups"], strict=True):
-                    group.update({name: value for name, value in told.items() if name != "params"})
+                    group.update(hyperparameters(told))
             elif isinstance(helper, Optimizer):
                 load_in_place(helper, state)
             elif hasattr(helper, "load_state_dict"):
