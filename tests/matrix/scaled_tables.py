@@ -137,11 +137,15 @@ def _without_norm(net: Net, batch: Batch) -> torch.Tensor:
     return _loss(found + F.embedding(_many(batch), net.weight).mean(1), net, batch)
 
 
-def _decayed(net: Net, batch: Batch) -> torch.Tensor:
+def _edited(net: Net, batch: Batch, edit: Callable[[torch.Tensor], object]) -> torch.Tensor:
     loss = _alone(net, batch)
     with torch.no_grad():
-        net.weight.mul_(0.9)
+        edit(net.weight)
     return loss
+
+
+_decayed = partial(_edited, edit=lambda weight: weight.mul_(0.9))
+_shifted = partial(_edited, edit=lambda weight: weight.add_(0.5))
 
 
 def _decayed_and_looked_up(net: Net, batch: Batch) -> torch.Tensor:
@@ -149,13 +153,6 @@ def _decayed_and_looked_up(net: Net, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
         net.weight.mul_(0.5)
     return _alone(net, (_many(batch), batch[1]))
-
-
-def _shifted(net: Net, batch: Batch) -> torch.Tensor:
-    loss = _alone(net, batch)
-    with torch.no_grad():
-        net.weight.add_(0.5)
-    return loss
 
 
 def _computed(net: Net, batch: Batch) -> torch.Tensor:
