@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,14 +130,20 @@ def test_a_strategy_that_exists_estimates_the_same(name: str) -> None:
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Bytes of tensors that servers were sent and gave, together."""
     counted = {"to servers": 0, "from servers": 0}
+    one_at_a_time = threading.Lock()  # servers are called in threads
+
+    def add(way: str, tensors: Any) -> None:
+        size = nbytes(tensors)
+        with one_at_a_time:
+            counted[way] += size
 
     def count(name: str, sent: Callable[[Any], Any], given: Callable[[Any], Any]) -> None:
         real = getattr(VariableStore, name)
 
         def counting(store: Any, asked: Any, *memory: Any) -> Any:
-            counted["to servers"] += nbytes(sent(asked))
+            add("to servers", sent(asked))
             reply = real(store, asked, *memory)
-            counted["from servers"] += nbytes(given(reply))
+            add("from servers", given(reply))
             return reply
 
         monkeypatch.setattr(VariableStore, name, counting)
