@@ -132,15 +132,20 @@ def _loaded(source: str) -> dict[str, Any]:
 
 def here(source: str, place: str, cluster: Any = None) -> Numbers | str:
     """What the program comes to in that place, in this process of it; the text of an error of ours that refuses it."""
-
-    where = PLACES[place]
     names = _loaded(source)
+    return run_in(place, names["train"], names, cluster)
+
+
+def run_in(place: str, train: Callable[[Any], Numbers], names: Mapping[str, Any], cluster: Any = None) -> Numbers | str:
+    """What ``train`` comes to with the strategy of that place; ``names``: what its expressions find beside ours."""
+    where = PLACES[place]
+    known = {"FakeCluster": FakeCluster, "fake_tpu_strategy": fake_tpu_strategy, **names}
     with dtype_and_seed(torch.float64, 0), quiet(), contextlib.ExitStack() as stack:
         if where.needs and cluster is None:
-            cluster = stack.enter_context(eval(where.needs, names | {"FakeCluster": FakeCluster}))
-        strategy = eval(where.strategy, names | {"cluster": cluster, "fake_tpu_strategy": fake_tpu_strategy})
+            cluster = stack.enter_context(eval(where.needs, known))
+        strategy = eval(where.strategy, known | {"cluster": cluster})
         try:
-            return names["train"](strategy)  # type: ignore[no-any-return]
+            return train(strategy)
         except TorchstratError as error:
             return f"refused: {type(error).__name__}: {error}"
         except Exception:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,17 +10,15 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.matrix.generated import PLACES, quiet
+from tests.matrix.generated import PLACES, quiet, run_in
 from tests.matrix.table import assert_close
 from tests.programs import table
 from tests.programs.table import Program
-from torchstrat.errors import TorchstratError
 from torchstrat.testing import LocalCluster, Workers
-from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.training import dtype_and_seed
 
 Numbers = dict[str, torch.Tensor]
-MAY_REFUSE = ("servers in memory", "servers in processes", "two logical devices")
+MAY_REFUSE = ("servers in memory", "servers in processes", "two logical devices", "tpu x2, computed on the CPU")
 _SECONDS = 120.0
 
 
@@ -85,20 +82,9 @@ def plain(program: Program, moved_by: int | None = None) -> Numbers:
 
 def here(name: str, place: str, cluster: Any = None) -> Numbers | str:
     """What the program of that name comes to in that place, in this process of it; the text of an error if it fails."""
-    program, where = table.load()[name], PLACES[place]
-    names = {"ts": ts, "FakeCluster": FakeCluster, "REDUCE_OP": "mean", "RULES": program.rules}
-    with dtype_and_seed(torch.float64, 0), quiet(), contextlib.ExitStack() as stack:
-        if where.needs and cluster is None:
-            cluster = stack.enter_context(eval(where.needs, names))
-        strategy = eval(where.strategy, names | {"cluster": cluster})
-        try:
-            return train(program, strategy)
-        except TorchstratError as error:
-            return f"refused: {type(error).__name__}: {error}"
-        except Exception:
-            return "failed: " + traceback.format_exc()
-        finally:
-            strategy.close()
+    program = table.load()[name]
+    names = {"ts": ts, "REDUCE_OP": "mean", "RULES": program.rules}
+    return run_in(place, lambda strategy: train(program, strategy), names, cluster)
 
 
 class Runner:

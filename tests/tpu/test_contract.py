@@ -21,9 +21,11 @@ REPLICAS, LOGICAL_DEVICES = 4, 2
 CHOSEN = [
     "adam_amsgrad",
     "adagrad",  # state that is made on the host
+    "count_in_optimizer_state",  # and under a name, where it stays on the host
     "closure_of_sgd",
     "one_cycle_scheduler_in_step",
     "clip_twice",
+    "targets_moved_to_the_outputs",
     "several_backwards",
     "weight_tying",
     "transformer_encoder",

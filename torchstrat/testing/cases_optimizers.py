@@ -55,6 +55,27 @@ class _Inertia(torch.optim.Optimizer):
                 parameter.sub_(velocity, alpha=group["lr"] / self.steps_taken)
 
 
+class _Counting(torch.optim.Optimizer):
+    """Keeps a count of its steps in its state, under a name, as some optimizers of other packages do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.state["taken"] = torch.tensor([0])  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        taken = self.state["taken"]  # type: ignore[index]
+        taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / taken.item())
+
+
+def count_in_optimizer_state() -> Training:
+    model = Mlp()
+    return Training(plain_step(model, _Counting(model.parameters(), lr=0.1)), {"model": model})
+
+
 def third_party_optimizer() -> Training:
     model = Mlp()
     return Training(plain_step(model, _Inertia(model.parameters(), lr=0.1)), {"model": model})
@@ -424,6 +445,7 @@ CASES = (
     *(Case(name, partial(with_optimizer, make)) for name, make in _OPTIMIZERS.items()),
     *named(
         third_party_optimizer,
+        count_in_optimizer_state,
         weights_moved_by_optimizer,
         elements_exchanged_by_optimizer,
         rate_set_by_optimizer,

@@ -243,6 +243,22 @@ def edited_before_the_others_have_finished_backward() -> Training:
     return Training(step, {"model": model}, accumulate=accumulate, accumulate_on=frozenset({0, 2}))
 
 
+def targets_moved_to_the_outputs() -> Training:
+    """As models of other packages that compute their loss themselves do."""
+    model = Mlp()
+    optimizer = sgd(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        optimizer.zero_grad()
+        outputs: torch.Tensor = model(batch[0])
+        losses = squared_error(outputs, batch[1].to(outputs.device))
+        losses.mean().backward()
+        optimizer.step()
+        return losses.detach()
+
+    return Training(step, {"model": model})
+
+
 _every_third = partial(accumulation, on=frozenset(index for index in range(STEPS - 1) if index % 3 != 2), lr=0.1)
 _summed = partial(accumulation, torch.sum, lr=0.02)
 _uneven = partial(regression, (8, 12, 5, 7, 9))
@@ -258,7 +274,7 @@ CASES = (
         expected=no_numbers,
         warns="the replicas have changed the gradient of ",
     ),
-    *named(inspected_gradients, weights_edited_by_step_hooks, update_by_hand),
+    *named(inspected_gradients, weights_edited_by_step_hooks, update_by_hand, targets_moved_to_the_outputs),
     Case("parameter_decay_first", partial(edited_parameters, before=scale)),
     Case("parameter_decay_last", partial(edited_parameters, after=scale)),
     Case("parameter_decay_through_data", partial(edited_parameters, _decay_data, _decay_data)),

@@ -281,7 +281,7 @@ class RecordedMode(TorchFunctionMode):
             return rewrite(*args, **kwargs)
         if func in _READS and args and self._is_pending(args[0]):
             raise _hidden_read(_READS[func])
-        if func is torch.Tensor.to and self._is_pending(args[0]) and _names_host(args[1:], kwargs):
+        if func is torch.Tensor.to and self._is_pending(args[0]) and self._names_host(args[1:], kwargs):
             raise _hidden_read(".to('cpu')")
         if func in _DYNAMIC and args and self._is_pending(args[0]):
             raise _dynamic_shape(_DYNAMIC[func])
@@ -292,6 +292,15 @@ class RecordedMode(TorchFunctionMode):
     def _is_pending(self, value: object) -> bool:
         """Whether there is no value before the step has been run. (The fake of the tests computes on the CPU.)"""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu"
+
+    def _names_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether ``tensor.to(*args, **kwargs)`` goes to the CPU."""
+        target = kwargs.get("device", args[0] if args else None)
+        if isinstance(target, torch.Tensor):
+            target = target.device
+        if target == self._device:
+            return False  # `labels.to(logits.device)`, also where a fake of the tests computes on the CPU
+        return isinstance(target, str | torch.device) and torch.device(target).type == "cpu"
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -504,14 +513,6 @@ def _backward_calls(target: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _redirect.target = before
-
-
-def _names_host(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether ``tensor.to(*args, **kwargs)`` goes to the CPU."""
-    target = kwargs.get("device", args[0] if args else None)
-    if isinstance(target, torch.Tensor):
-        target = target.device
-    return isinstance(target, str | torch.device) and torch.device(target).type == "cpu"
 
 
 def _hidden_read(what: str) -> ContextError:

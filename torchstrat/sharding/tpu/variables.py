@@ -106,10 +106,12 @@ class DeviceVariables:
             tensor._post_accumulate_grad_hooks = accumulated
 
     def _take_states(self) -> None:
-        """Optimizer state that was made on the host, as Adagrad's is. Counts of steps are numbers of the host."""
+        """Optimizer state that was made on the host, as Adagrad's is. Counts of steps are numbers of the host, and so
+        is what an optimizer keeps under a name and not for a parameter (``state["k"] = torch.tensor([0])``).
+        """
         for optimizer in self._registry.optimizers():
             for state in optimizer.state.values():
-                for key, value in state.items():
+                for key, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor) and value.ndim and value.device != self._runtime.device:
                         state[key] = value.to(self._runtime.device)
 
