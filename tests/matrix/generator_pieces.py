@@ -56,6 +56,7 @@ APART: tuple[tuple[str, str, str], ...] = (
         "a replica that is spared a gradient adds nothing to it: its own affair, as documented",
     ),
     ("graph of some", "watched", "refused by name: replicas come to gradients with graphs in one order, or not at all"),
+    ("order by rows", "watched", "refused by name: replicas come to gradients that hooks look at in one order"),
     ("unused by some", "steps in hooks", "refused by name: a replica that is spared a gradient steps nothing there"),
     ("inputs named", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with backward(inputs=…)"),
     ("pruned", "copies the model", "PyTorch refuses it: what pruning computes is no leaf, and is not copied"),
@@ -98,6 +99,7 @@ TOGETHER = (
     ("by hand", "summed", "summed by hand"),
     ("by hand", "unused by some", "by hand of some"),
     ("graph", "unused by some", "graph of some"),
+    ("used twice", "unused by some", "order by rows"),
 )
 """Two traits, and what a program with both has."""
 
