@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.matrix import places
 from tests.matrix.table import assert_close
 from torchstrat.errors import TorchstratError
 from torchstrat.testing import Workers
@@ -56,7 +57,7 @@ PLACES: Mapping[str, Place] = {
     "two logical devices": Place(
         "ts.MirroredStrategy(logical_devices_per_replica=2, gradient_reduce_op=REDUCE_OP, sharding_rules=RULES)", 2
     ),
-    "tpu x2, computed on the CPU": Place("fake_tpu_strategy(2, gradient_reduce_op=REDUCE_OP)"),
+    places.TPU: Place("fake_tpu_strategy(2, gradient_reduce_op=REDUCE_OP)"),
     "servers in memory": Place("cluster.strategy(None, rows_only=False)", needs="FakeCluster(workers=1, ps=2)"),
     "servers in processes": Place(
         "ts.ParameterServerStrategy(cluster.resolver, rows_only=False)",

@@ -13,6 +13,7 @@ from tests.matrix import catalog, forked_cells
 from tests.matrix.table import Cell, Outcome, PlantedFault, Table, observe
 from torchstrat.testing import Workers, contract
 from torchstrat.testing.contract import Row
+from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
 
 def _on_three(class_name: str, **options: Any) -> Any:
@@ -33,17 +34,22 @@ TORCHRUN: Mapping[str, Row] = {f"torchrun {name}": row for name, row in contract
 LOGICAL_DEVICES = "two logical devices"
 """One replica of two processes, which hold pieces of what is cut. A table's cells share a strategy there."""
 
+TPU = "tpu x2, computed on the CPU"
+"""Two replicas of one recorded program, which the tests' runtime computes."""
+
 CENTRAL_ON_SOCKETS = "torchrun central_storage on sockets"
 """Where rank 0 alone has the optimizer's state, as the documents say."""
 
 REPLICAS: Mapping[str, Row] = {**IN_PROCESS, **TORCHRUN}
-"""Every place of a synchronous strategy."""
+"""Every place of a synchronous strategy that runs a step for each replica."""
+
+_OPENED: Mapping[str, Row] = {**REPLICAS, TPU: Row(TPU, 2, partial(fake_tpu_strategy, 2))}
 
 
 @contextmanager
 def opened(place: str, **options: Any) -> Iterator[Any]:
     """The place's strategy in this process, closed at the end."""
-    strategy = REPLICAS[place].make(**options)
+    strategy = _OPENED[place].make(**options)
     try:
         yield strategy
     finally:

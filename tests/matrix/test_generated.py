@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tests.matrix.generated import PLACES, Runner, complaint, is_well_conditioned, plain, standalone
 from tests.matrix.generator import Program, drawn, programs
+from tests.matrix.places import TPU
 
 SERVERS = "servers in memory"
 REAL_SERVERS = "servers in processes"
 LOGICAL = "two logical devices"
-TPU = "tpu x2, computed on the CPU"
 MAY_REFUSE = (SERVERS, REAL_SERVERS, LOGICAL, TPU)
 """Where an error of ours is an answer: closures, hooks on parameters, operators that are not proven and the like."""
 ALWAYS = ("one_device", "mirrored x2", "mirrored x3", "central_storage x2", SERVERS)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.matrix import places
 from tests.matrix.generated import PLACES, quiet, run_in
 from tests.matrix.table import assert_close
 from tests.programs import table
@@ -18,7 +19,7 @@ from torchstrat.testing import LocalCluster, Workers
 from torchstrat.testing.training import dtype_and_seed
 
 Numbers = dict[str, torch.Tensor]
-MAY_REFUSE = ("servers in memory", "servers in processes", "two logical devices", "tpu x2, computed on the CPU")
+MAY_REFUSE = ("servers in memory", "servers in processes", places.LOGICAL_DEVICES, places.TPU)
 _SECONDS = 120.0
 
 
