@@ -64,6 +64,12 @@ class LaneWeights:
             return False
         return len({row for one in self._all_passes for row in one._rows}) <= 1
 
+    @property
+    def rows_of_each(self) -> int:
+        """How many rows each active lane has; 0 where that is not known."""
+        rows = self._rows[0] if self._given is None and len(set(self._rows)) == 1 else 0
+        return int(rows) if float(rows).is_integer() else 0
+
     def give(self, weight: object) -> None:
         """The step's own weights: a number, or a scalar that differs from lane to lane. Call it at the level."""
         if not isinstance(weight, torch.Tensor):
@@ -154,11 +160,20 @@ class LaneBackward:
                 # Otherwise one after the other: in one go the order of their operations depends on how many each thread
                 # has ever made, and another order is another program.
                 for total in totals[:-1]:
+                    without = [one for one in self._registry.tensors() if one.grad is None]
                     _torch_backward(total, None, True, create_graph, inputs=wanted)
+                    # PyTorch lets gradients of ``a + b`` have the same memory, and the next pass adds in place.
+                    for one in without:
+                        one.grad = None if one.grad is None else one.grad.clone()
                 _torch_backward(totals[-1], None, retain_graph, create_graph, inputs=wanted)
                 return dict.fromkeys(payloads)
 
             self._meet("backward", lambda: self._weights.combined(torch.stack(stacked).sum(dim=0)), combine)
+
+    @property
+    def rows_of_each(self) -> int:
+        """As of `LaneWeights`."""
+        return self._weights.rows_of_each
 
     def _is_hooked(self) -> bool:
         tensors: list[Any] = self._registry.tensors()

@@ -36,6 +36,21 @@ def _is_noted(notes: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor)
     return reference is not None and reference() is tensor
 
 
+def _adds_up(registry: VariableRegistry, slot: BufferSlot) -> bool:
+    """Whether an edit counts once for each replica, though all make the same."""
+    return registry.buffer_rules.get(slot.module, slot.name) is VariableAggregation.SUM
+
+
+def require_whole(registry: VariableRegistry, slot: BufferSlot, what: str) -> None:
+    """Raises `UnsupportedError` if what a step does to the buffer should count for each replica."""
+    if _adds_up(registry, slot):
+        raise UnsupportedError(
+            f"set_aggregation({type(slot.module).__name__}, {slot.name!r}, 'sum') adds up what replicas do to the "
+            f"buffer as a whole and in place, on this strategy, and in this step {what}. Write it as an edit of the "
+            f"whole buffer: module.{slot.name} += change, or module.{slot.name}.index_add_(0, index, change)."
+        )
+
+
 class Edits:
     """What edits mean in one pass."""
 
@@ -99,11 +114,22 @@ class Edits:
         target = args[0]
         if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
             return do(*args, **kwargs)
-        if not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs))):
+        is_alike = not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs)))
+        rows = self._backward.rows_of_each
+        may_count = is_alike and rows > 1 and len(args) > 1 and type(args[1]) is int and args[1] == rows
+        if is_alike and not may_count and not self._registry.buffer_rules:
+            return do(*args, **kwargs)
+        base = target._base if target._is_view() else target
+        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is base), None)
+        if slot is not None and base is not target:
+            require_whole(self._registry, slot, "a part of it is edited")
+            slot = None
+        if is_alike and (slot is None or not _adds_up(self._registry, slot)):
+            if slot is not None and may_count and target.numel() == 1 and not is_statistic(slot.module, slot.name):
+                self._registry.buffer_rules.look_at_count(slot.module, slot.name, 0, rows, rows)
             return do(*args, **kwargs)
         variables = self._registry.tensors()
         gradient_of = next((one for one in variables if one.grad is target), None)
-        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is target), None)
         if gradient_of is None and slot is None and not any(one is target for one in variables):
             self.make_own(func, target)
             return do(*args, **kwargs)

@@ -44,7 +44,7 @@ from torchstrat.sharding.tpu.recording import Recording
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 from torchstrat.sharding.tpu.step_mode import RecordedMode, optimizers_watched
-from torchstrat.sharding.tpu.variables import DeviceVariables, ShardingOf
+from torchstrat.sharding.tpu.variables import DeviceVariables, ShardingOf, ValuesBefore
 
 
 class _Cut(torch.autograd.Function):
@@ -124,22 +124,29 @@ def record_global_view(
     device: torch.device,
     logical_devices: int,
     stream: RandomStream,
+    edits: Callable[[torch.Tensor], object],
 ) -> Any:
-    """Call ``fn`` once, on tensors of the global batch; what it returned."""
+    """Call ``fn`` once, on tensors of the global batch; what it returned. ``edits``: see `RecordedMode`."""
     rewrites = Rewrites(_itself, logical_devices=logical_devices)
 
     def find(func: object) -> Callable[..., Any] | None:
         return None if func in _LAYERS else rewrites.find(func)
 
-    with enter(strategy, ReplicaContext(strategy, 0)), _GlobalMode(device, find, stream).active():
+    with enter(strategy, ReplicaContext(strategy, 0)), _GlobalMode(device, find, edits, stream).active():
         return fn(*args, **kwargs)
 
 
 class _GlobalMode(RecordedMode):
     """With random numbers that are one device's."""
 
-    def __init__(self, device: torch.device, find: Callable[[Any], Any], stream: RandomStream) -> None:
-        super().__init__(device, find)
+    def __init__(
+        self,
+        device: torch.device,
+        find: Callable[[Any], Any],
+        edits: Callable[[torch.Tensor], object],
+        stream: RandomStream,
+    ) -> None:
+        super().__init__(device, find, edits)
         self._stream = stream
 
     def _call(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
@@ -335,11 +342,17 @@ class SpmdReplicas:
             # it would wait for the program that still runs, and recording goes on beside it.
             self._runtime.execute()
         self._stream.begin()
+        before = self._before = ValuesBefore(self.registry)
         try:
-            with self._runtime.tracing(), optimizers_watched():
+            with self._runtime.tracing(), optimizers_watched(before.stepped):
                 result = record()
+        except BaseException:
+            if self._num_replicas > 1:
+                before.put_back()
+            raise
         finally:
             self._stream.end()
+            del before, self._before  # what is alive when the program runs would be a result of it
         self._variables.take()
         self._variables.keep_shardings()
         try:
@@ -360,6 +373,7 @@ class SpmdReplicas:
             LaneWeights(lanes, self.gradient_op, rows, all_weights, require)
         if len(passes) == 1:
             result = self._record(fn, passes[0], all_weights[0], Alone())
+            self._before.require_buffers()
             if len(passes[0].replicas) > 1 or self._num_replicas == 1:
                 return result
             return regroup({passes[0].replicas[0]: result}, is_all=False)  # its numbers are its own, as everywhere
@@ -368,7 +382,9 @@ class SpmdReplicas:
         def body(index: int) -> Any:
             return self._record(fn, passes[index], all_weights[index], together)
 
-        return lane_values.join_passes(together.run(body), [one.replicas for one in passes])
+        results = together.run(body)
+        self._before.require_buffers()
+        return lane_values.join_passes(results, [one.replicas for one in passes])
 
     def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, passes: Passes | Alone) -> Any:
         recording = Recording(
@@ -381,6 +397,7 @@ class SpmdReplicas:
             self._grid.num_logical_devices,
             self._stream,
             self._differing,
+            self._before.edits,
         )
         self._recordings.current = recording
         try:
@@ -390,7 +407,8 @@ class SpmdReplicas:
 
     def _record_global(self, fn: Callable[..., Any], args: object, kwargs: object) -> Any:
         logical = self._grid.num_logical_devices
-        return record_global_view(self._strategy, fn, args, kwargs, self._runtime.device, logical, self._stream)
+        device, edits = self._runtime.device, self._before.edits
+        return record_global_view(self._strategy, fn, args, kwargs, device, logical, self._stream, edits)
 
     # -- in a step --------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,12 @@ _LIMITS = (
         "torch.utils.checkpoint. Return tensors from the step to keep them; for checkpoints {view}.",
     ),
     _Limit(
+        r"(embedding_renorm_)\(self, \*extra_args\) is not possible",
+        "a lookup with max_norm scales rows of the table in place ({0}), and replicas, which share the table, look up "
+        "different rows. Leave max_norm out and scale what was looked up: rows * (max_norm / rows.norm(dim=-1, "
+        "keepdim=True)).clamp(max=1); or {view}.",
+    ),
+    _Limit(
         r"(?:vmap: )?(\S+)\(self, \*extra_args\) is not possible",
         "{0}, an operation in place, would write what differs between replicas into a tensor that they share. Write it "
         "out of place: total = total + value.",

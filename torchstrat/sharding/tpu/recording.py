@@ -136,6 +136,7 @@ class Recording:
         logical_devices: of each replica.
         stream: of random numbers.
         differing: says once what replicas have changed differently.
+        edits: told of tensors that the step is about to change.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class Recording:
         logical_devices: int,
         stream: RandomStream,
         differing: DifferingEdits,
+        edits: Callable[[torch.Tensor], object],
     ) -> None:
-        self._stream, self._differing = stream, differing
+        self._stream, self._differing, self._told_of_edits = stream, differing, edits
         self._strategy, self._registry, self._feeder = strategy, registry, feeder
         self._num_replicas, self._passes, self._meet = num_replicas, passes, passes.meet
         self.weights, self.lanes = weights, weights.lanes
@@ -165,7 +167,7 @@ class Recording:
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
         self._edits = edits = Edits(lanes, backward, self._registry, self.merged, self._passes.expose, self._differing)
         draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
-        mode = StepMode(lanes, backward, edits, draws, self._rewrites, device)
+        mode = StepMode(lanes, backward, edits, draws, self._rewrites, device, self._told_of_edits)
         with lanes.entered():
             args, kwargs = nest.map_structure(
                 lambda leaf: lanes.hide(leaf.tensor.detach()) if isinstance(leaf, Stacked) else leaf,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -233,12 +233,17 @@ class RecordedMode(TorchFunctionMode):
     """Active while a step is recorded, on its thread: refuses what needs a value before there is one.
 
     ``device``: where tensors go that the step makes without naming a device; an optimizer's own numbers stay where
-    PyTorch puts them.
+    PyTorch puts them. ``edits``: told of each tensor that a call is about to change, or shows under another name.
     """
 
-    def __init__(self, device: torch.device, find_rewrite: Callable[[Any], Callable[..., Any] | None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        find_rewrite: Callable[[Any], Callable[..., Any] | None],
+        edits: Callable[[torch.Tensor], object],
+    ) -> None:
         super().__init__()
-        self._device, self._find_rewrite = device, find_rewrite
+        self._device, self._find_rewrite, self._told_of_edits = device, find_rewrite, edits
         self._layouts, self._pairs = Layouts(), Pairs(_REARRANGE)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,6 +263,8 @@ class RecordedMode(TorchFunctionMode):
                     with torch.autocast(self._device.type, enabled=False):
                         return self._guarded(func, types, args, kwargs)
         self._layouts.require_known(func, args)
+        for tensor in _written(func, args, kwargs):
+            self._told_of_edits(tensor)
         if is_any_complex(args):
             func = of_complex(func)
         if self._pairs.made and is_edit(func) and args:
@@ -321,8 +328,9 @@ class StepMode(RecordedMode):
         draws: Draws,
         rewrites: Rewrites,
         device: torch.device,
+        told_of_edits: Callable[[torch.Tensor], object],
     ) -> None:
-        super().__init__(device, rewrites.find)
+        super().__init__(device, rewrites.find, told_of_edits)
         self._lanes, self._backward, self._edits, self._draws = lanes, backward, edits, draws
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.backward: self._tensor_backward,
@@ -460,8 +468,8 @@ _steps = _OptimizerSteps()
 
 
 @contextmanager
-def optimizers_watched() -> Iterator[None]:
-    """In this block every `StepMode` knows when an optimizer steps on its thread."""
+def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
+    """In this block every `StepMode` knows when an optimizer steps on its thread; ``stepped`` is called after each."""
 
     def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         require_possible(optimizer)
@@ -474,6 +482,7 @@ def optimizers_watched() -> Iterator[None]:
     def leave(*_: object) -> None:
         if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
             _steps.calls.pop()
+        stepped()
 
     handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
     try:
@@ -513,6 +522,18 @@ def _backward_calls(target: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _redirect.target = before
+
+
+_SHOWS = frozenset((torch.detach, torch.Tensor.detach, _DATA.__get__, _DATA.__set__))
+"""Calls behind which a tensor can be changed without a call that has it as its argument."""
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Of the arguments, what the call may change."""
+    found = [*nest.leaves(args[0])] if args and (func in _SHOWS or is_edit(func)) else []
+    if kwargs.get("out") is not None:
+        found += nest.leaves(kwargs["out"])
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def _hidden_read(what: str) -> ContextError:

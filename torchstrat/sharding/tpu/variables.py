@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat.core._torch_private import swap_tensor_impl
+from torchstrat.core._torch_private import swap_tensor_impl, untouched_by_surroundings
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.tpu import _functorch_private as functorch
+from torchstrat.sharding.tpu.edits import require_whole
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
@@ -28,6 +30,53 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
     return value.requires_grad_(tensor.requires_grad)
+
+
+class ValuesBefore:
+    """What a run that fails puts back, as on every strategy: buffers as before the run, parameters as after its last
+    step of an optimizer.
+
+    Copies are recorded and not computed: no program that runs has them as results.
+    """
+
+    def __init__(self, registry: VariableRegistry) -> None:
+        self._registry = registry
+        self._variables = {id(tensor): tensor for tensor in registry.tensors()}
+        self._edited: dict[int, torch.Tensor] = {}
+        with untouched_by_surroundings():
+            self._buffers = [
+                (slot, tensor, tensor._version, tensor.detach().clone())
+                for slot in registry.buffer_slots()
+                if (tensor := slot.tensor) is not None and slot.has_values and not functorch.is_batched(tensor)
+            ]
+
+    def edits(self, tensor: torch.Tensor) -> None:
+        """The step is about to change ``tensor``, which may show a part of a variable."""
+        key = id(tensor)
+        if key not in self._variables and tensor._is_view():
+            key = id(tensor._base)
+        if key in self._variables and key not in self._edited and not is_lazy(self._variables[key]):
+            with untouched_by_surroundings():
+                self._edited[key] = self._variables[key].detach().clone()
+
+    def stepped(self) -> None:
+        """An optimizer has: what was done to parameters until then stays."""
+        self._edited.clear()
+
+    def require_buffers(self) -> None:
+        """Raises `UnsupportedError` where the step has assigned a buffer that adds up what replicas do to it."""
+        for slot, tensor, *_ in self._buffers:
+            if slot.tensor is not tensor:
+                require_whole(self._registry, slot, "it is assigned")
+
+    def put_back(self) -> None:
+        with untouched_by_surroundings():
+            for key, value in self._edited.items():
+                self._variables[key].copy_(value)
+            for slot, tensor, version, value in self._buffers:
+                slot.module._buffers[slot.name] = tensor
+                if tensor._version != version:
+                    tensor.copy_(value)
 
 
 class DeviceVariables:
