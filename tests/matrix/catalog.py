@@ -18,6 +18,7 @@ MODULES: Mapping[str, str] = {
     "state": "tests.matrix.state",
     "ps_state": "tests.matrix.ps_state",
     "ps_writes": "tests.matrix.ps_writes",
+    "ps_objects": "tests.matrix.ps_objects",
     "round_trips": "tests.matrix.round_trips",
     "batches": "tests.matrix.batches",
     "lifetimes": "tests.matrix.lifetimes",

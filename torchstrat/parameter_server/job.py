@@ -100,7 +100,7 @@ class Job:
         self.lifetimes = Lifetimes()
         self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
         self.variables = CapturedVariables(registry, self.placement, self.kinds, self.cache, self.lifetimes.died)
-        self.catalog = Catalog(registry, self.variables.spec_of, self.lifetimes)
+        self.catalog = Catalog(registry, self.variables.spec_of, self.lifetimes, self.variables.at)
         self.first_function = 0  # numbers below were used by an earlier coordinator of the same servers
         self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None

@@ -40,6 +40,7 @@ from torchstrat.parameter_server.serialization.path_errors import (
     training_state_refusal,
     why_not,
 )
+from torchstrat.parameter_server.serialization.plain import LEAST_ADDRESS
 from torchstrat.sharding.annotations import LogicalDeviceMethods
 
 if TYPE_CHECKING:
@@ -143,6 +144,9 @@ class Outgoing:
         """Whether ``value`` is sent with its contents."""
         return id(value) in self._fresh or self._catalog.token_of(value) is None
 
+    def address(self, value: int) -> tuple[str, Any] | None:
+        return self._catalog.address(value)
+
     def by_value(self, value: object) -> bool:
         return self._catalog.reach.by_value(value, self._root, self._memo)
 
@@ -232,12 +236,20 @@ class Catalog:
         registry: of the strategy. Everything in it is captured; what it forgets disappears here too.
         spec_of: the variable of the job that a tensor is; None for an ordinary tensor.
         lifetimes: is told of what the program drops.
+        variable_at: the tensor of a variable whose `id` this is, if there is one.
     """
 
-    def __init__(self, registry: VariableRegistry, spec_of: SpecOf, lifetimes: Lifetimes | None = None) -> None:
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        spec_of: SpecOf,
+        lifetimes: Lifetimes | None = None,
+        variable_at: Callable[[int], torch.Tensor | None] = lambda _: None,
+    ) -> None:
         self._registry = registry
         self.spec_of = spec_of
         self._lifetimes = lifetimes or Lifetimes()
+        self._variable_at = variable_at
         self._lock = threading.RLock()
         self._by_id: dict[int, _Entry] = {}
         self._numbers: collections.Counter[str] = collections.Counter()
@@ -297,6 +309,15 @@ class Catalog:
             with self._lock:
                 self._pending.append(self._aside.pop(token))
         return token
+
+    def address(self, value: int) -> tuple[str, Any] | None:
+        """What goes in the place of a number that is the `id` of a variable or a captured object, as key of a table by
+        them, perhaps: a worker's own object has another. None for other numbers."""
+        if value < LEAST_ADDRESS:
+            return None
+        entry = self._by_id.get(value)
+        found = self._variable_at(value) if entry is None else entry.get()
+        return None if found is None else ("id", found)
 
     def recipe_of(self, value: object) -> tuple[Token, Recipe] | None:
         """The token and the recipe of an object that was registered with one."""

@@ -96,7 +96,9 @@ def simple_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None, cata
         return _NO_ARGUMENTS
     value = tuple(args), dict(kwargs or {})
     if is_plain(value):
-        return Packed(plain.dumps(value), what="args")
+        blob = plain.dumps(value)
+        if not plain.may_hold_addresses(blob):
+            return Packed(blob, what="args")
     buffer = io.BytesIO()
     pickler = _ReferencesPickler(buffer, catalog)
     try:
@@ -122,15 +124,15 @@ class _ReferencesPickler(pickle.Pickler):
 
     def __init__(self, buffer: io.BytesIO, catalog: Catalog) -> None:
         super().__init__(buffer, protocol=5)
-        self._token_of = catalog.refer_to
+        self._catalog = catalog
         self._indices: dict[int, int] = {}
         self.tokens: dict[Token, Any] = {}
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, value: object) -> tuple[Any, ...] | None:
         if type(value) in _SIMPLE:
-            return None
-        token = None if isinstance(value, type | types.FunctionType) else self._token_of(value)
+            return self._catalog.address(value) if type(value) is int else None
+        token = None if isinstance(value, type | types.FunctionType) else self._catalog.refer_to(value)
         if token is not None:
             self.tokens[token] = value
             return "ref", token
@@ -223,6 +225,9 @@ class _Returning:
             reason = "it belongs to this worker. Return values, not what they come from."
         if reason is not None:
             raise Refused(value, reason)
+        return None
+
+    def address(self, value: int) -> None:
         return None
 
     def by_value(self, value: object) -> bool:

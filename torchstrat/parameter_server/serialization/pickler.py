@@ -79,6 +79,9 @@ class References(Protocol):
     def reference_to(self, value: object) -> tuple[Any, ...] | None:
         """The persistent id of ``value``; None sends it by value. Raises `Refused` where neither may be."""
 
+    def address(self, value: int) -> tuple[str, Any] | None:
+        """The persistent id of an integer that is the `id` of an object; None for others."""
+
     def by_value(self, value: object) -> bool:
         """Whether a function, class or module must be sent by value although it can be imported."""
 
@@ -171,7 +174,7 @@ class ObjectPickler(ValuePickler):
 
     def persistent_id(self, value: object) -> tuple[Any, ...] | None:
         if type(value) in _PLAIN:
-            return None
+            return self._references.address(value) if type(value) is int else None
         self.last = value
         reference = self._references.reference_to(value)
         if reference is None and isinstance(value, torch.Tensor) and self._goes_beside(value):
@@ -244,6 +247,8 @@ class ObjectUnpickler(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, reference: Any) -> Any:
+        if reference[0] == "id":
+            return id(reference[1])
         if reference[0] != "data":
             return self._resolve(reference)
         _, index, on_accelerator = reference

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,6 +48,17 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
 def dumps(value: object) -> bytes:
     """A plain value, pickled as `ObjectPickler` would."""
     return pickle.dumps(value, protocol=5)
+
+
+LEAST_ADDRESS = 2**32
+"""No object that a program has made lies below: what `id` gives is above."""
+
+_INTEGERS_ABOVE = re.compile(rb"\x8a[\x05-\x08]")  # of pickle's opcodes: a number of so many bytes
+
+
+def may_hold_addresses(blob: bytes) -> bool:
+    """Whether a pickle may have integers in it that are as large as what `id` gives."""
+    return _INTEGERS_ABOVE.search(blob) is not None
 
 
 def holds_no_class_of_a_program(blob: bytes) -> bool:

@@ -337,7 +337,9 @@ class _Unpickler(ClassesHere):
         super().__init__(io.BytesIO(blob))
         self._parameters = parameters
 
-    def persistent_load(self, reference: Any) -> torch.nn.Parameter:
+    def persistent_load(self, reference: Any) -> Any:
+        if reference[0] == "id":
+            return id(reference[1])
         group, place, requires_grad = reference
         if group >= len(self._parameters) or place >= len(self._parameters[group]):
             raise InvalidArgumentError(

@@ -108,18 +108,17 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
     kind = kind or kind_of(optimizer)
     is_whole = kind.tier is Tier.ALL
     own = dict(_places_of(optimizer))
+    tensors = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
 
     class OptimizerPickler(ValuePickler):
-        def persistent_id(self, found: object) -> tuple[int, int, bool] | None:
+        def persistent_id(self, found: object) -> tuple[Any, ...] | None:
+            if type(found) is int and found in own:
+                self._require_whole("ids of parameters")
+                return "id", tensors[found]
             if not isinstance(found, torch.Tensor):
                 return None
             if id(found) in own:
-                if not is_whole:
-                    raise NotSendableError(
-                        f"{cls.__name__} keeps parameters in an attribute of its own, beside param_groups. On "
-                        "parameter servers an optimizer only sees the shards that a step changes; look parameters up "
-                        "in self.param_groups, or leave the class out of elementwise_optimizers."
-                    )
+                self._require_whole("parameters")
                 return (*own[id(found)], found.requires_grad)
             if found.is_meta:
                 raise NotSendableError(
@@ -127,6 +126,14 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
                     "made of a parameter without values. Make its parameters on the CPU."
                 )
             return None
+
+        def _require_whole(self, what: str) -> None:
+            if not is_whole:
+                raise NotSendableError(
+                    f"{cls.__name__} keeps {what} in an attribute of its own, beside param_groups. On "
+                    "parameter servers an optimizer only sees the shards that a step changes; look parameters up "
+                    "in self.param_groups, or leave the class out of elementwise_optimizers."
+                )
 
         def reducer_override(self, value: object) -> Any:
             return _reduce_whole(value) if isinstance(value, Optimizer) else super().reducer_override(value)

@@ -128,6 +128,12 @@ class CapturedVariables:
         reference = self._parameters.get(number)
         return None if reference is None else reference()
 
+    def at(self, address: int) -> torch.Tensor | None:
+        """The coordinator's copy of which this is the `id`."""
+        number = self._numbers.get(address)
+        tensor = None if number is None else self.tensor(number)
+        return tensor if id(tensor) == address else None
+
     def specs(self) -> list[VariableSpec]:
         """Of what the program still has."""
         return [spec for spec in list(self._specs.values()) if self._is_there(spec.number)]

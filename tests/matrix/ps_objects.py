@@ -1,0 +1,202 @@
+"""What a program hangs on its modules and optimizers, or knows them by × what it does with that.
+
+Each row is a program that is run twice: plainly, and with every call of a step made by a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import torchstrat as ts
+from tests.matrix import on_servers
+from tests.matrix.own_optimizers import Own
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, switched_off
+from torchstrat.parameter_server.serialization.captured_objects import Catalog
+from torchstrat.parameter_server.server import live_optimizer
+from torchstrat.testing.fake_cluster import FakeCluster
+
+SECONDS = 60
+ROUNDS = 4
+
+
+class Way(NamedTuple):
+    """How a program is run."""
+
+    scope: Callable[[], AbstractContextManager[object]]
+    call: Callable[..., Any]
+    """``call(fn, *args)``: on one device the function's own result, else that of a worker."""
+
+
+Numbers = Mapping[str, torch.Tensor]
+Program = Callable[[Way], Numbers]
+
+
+def _batches() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(ROUNDS)]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def _values_of(model: nn.Module, **others: Any) -> Numbers:
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    return found | {name: torch.as_tensor(value) for name, value in others.items()}
+
+
+# -- tables by id -----------------------------------------------------------------------------------------------------
+
+
+def _by_ids(way: Way, *, is_argument: bool = False, is_attribute: bool = False) -> Numbers:
+    with way.scope():
+        model: Any = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rates = {id(p): 0.5 + n for n, p in enumerate(model.parameters())}
+        frozen = {id(model[2])}
+        if is_attribute:
+            model.rates = rates
+
+    def step(batch: torch.Tensor, given: dict[int, float] | None) -> float:
+        found = model.rates if is_attribute else rates if given is None else given
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        for module in model:
+            for p in module.parameters():
+                p.grad.mul_(0.0 if id(module) in frozen else found.get(id(p), 1.0))
+        optimizer.step()
+        return sum(found.get(id(p), 0.0) for p in model.parameters())
+
+    seen = [way.call(step, batch, rates if is_argument else None) for batch in _batches()]
+    return _values_of(model, seen=seen)
+
+
+def _ids_of_an_optimizer(way: Way) -> Numbers:
+    class ById(Own):
+        """Keeps what it knows of parameters in a table of its own."""
+
+        def prepare(self) -> None:
+            self.scales = {id(p): 1.0 + n for n, p in enumerate(self.param_groups[0]["params"])}
+
+        def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+            p.sub_(grad, alpha=group["lr"] * self.scales.get(id(p), 100.0))
+
+    with way.scope():
+        model = _model()
+        optimizer = ById(model.parameters())
+    return _trained(way, model, optimizer)
+
+
+def _trained(way: Way, model: Any, optimizer: Any, between: Callable[[int], object] = lambda _: None) -> Numbers:
+    def step(batch: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        return optimizer.step()
+
+    for index, batch in enumerate(_batches()):
+        between(index)
+        way.call(step, batch)
+    return _values_of(model)
+
+
+# -- rows, columns and places -----------------------------------------------------------------------------------------
+
+IDS = "a table by id()"
+
+ROWS: Mapping[str, Mapping[str, Program]] = {
+    IDS: {
+        "in a closure": _by_ids,
+        "as an argument": partial(_by_ids, is_argument=True),
+        "in an attribute of a module": partial(_by_ids, is_attribute=True),
+        "in an attribute of an optimizer": _ids_of_an_optimizer,
+    },
+}
+FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers, workers in ((1, 1), (2, 2))}
+
+
+def expected(row: str, column: str) -> Expected:
+    return RIGHT
+
+
+def check(row: str, column: str, new_strategy: Callable[[], Any]) -> None:
+    """Raises AssertionError where servers come to other numbers than one device."""
+    wanted = ROWS[row][column](Way(nullcontext, lambda fn, *args: fn(*args)))
+    strategy = new_strategy()
+    try:
+        coordinator = ts.ClusterCoordinator(strategy)
+        seen = ROWS[row][column](
+            Way(strategy.scope, lambda fn, *args: coordinator.schedule(fn, args=args).get(timeout=SECONDS))
+        )
+    finally:
+        strategy.close()
+    assert_close(seen, wanted)
+
+
+def make_cells() -> Iterator[Cell]:
+    for row, programs in ROWS.items():
+        for column in programs:
+            for place, (servers, workers) in FAKE.items():
+                run = partial(_in_fake_cluster, row, column, servers, workers)
+                yield Cell(row, column, place, run, expected(row, column))
+            yield on_servers.cell("ps_objects", row, column, expected(row, column), __name__)
+
+
+def _in_fake_cluster(row: str, column: str, servers: int, workers: int) -> None:
+    with FakeCluster(workers=workers, ps=servers) as cluster:
+        check(row, column, cluster.strategy)
+
+
+def check_of(row: str, column: str, resolver: Any) -> Callable[[], None]:
+    return partial(check, row, column, partial(ts.ParameterServerStrategy, resolver))
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def _at(row: str, *columns: str, place: str = "2 servers, 2 workers") -> tuple[str, ...]:
+    return tuple(f"{row} | {column} | {place}" for column in columns)
+
+
+def _without_ids(
+    self: Any, reference: Any, whole: Callable[..., Any] = live_optimizer._Unpickler.persistent_load
+) -> Any:
+    return 0 if reference[0] == "id" else whole(self, reference)
+
+
+FAULTS = [
+    PlantedFault(
+        "ids travel as the numbers that they are",
+        switched_off(Catalog, "address", lambda self, value: None),
+        _at(IDS, *list(ROWS[IDS])[:3]),
+    ),
+    PlantedFault(
+        "a server's optimizer has the coordinator's ids",
+        switched_off(live_optimizer._Unpickler, "persistent_load", _without_ids),
+        _at(IDS, "in an attribute of an optimizer"),
+    ),
+]
+
+TABLE = Table(
+    "ps_objects",
+    "Does what a program hangs on modules and optimizers mean on parameter servers what it means on one device?",
+    make_cells,
+    faults=FAULTS,
+    alike=lambda place: "" if place in FAKE else place,
+)
+
+
+def main() -> None:
+    from tests.matrix.ps_objects import check_of
+
+    on_servers.answer(partial(on_servers.on_one_cluster, "ps_objects", check_of))
+
+
+if __name__ == "__main__":
+    main()
