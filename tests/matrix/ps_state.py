@@ -29,6 +29,7 @@ from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.server.shards import apply_edit
+from torchstrat.parameter_server.variables import optimizer_state
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import PlainAttributes
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
@@ -109,6 +110,15 @@ def _momentum_halved(parts: Parts) -> None:
     for of_one in list(parts.optimizer.state.values()):
         if of_one.get("momentum_buffer") is not None:
             of_one["momentum_buffer"].mul_(0.5)
+
+
+def _momentum_halved_through_data(parts: Parts) -> None:
+    for number, of_one in enumerate(parts.optimizer.state.values()):
+        if of_one.get("momentum_buffer") is not None and number % 2:
+            of_one["momentum_buffer"].data.mul_(0.5)
+        elif of_one.get("momentum_buffer") is not None:
+            array = of_one["momentum_buffer"].numpy()
+            array[...] = array * 0.5
 
 
 def _state_cleared(parts: Parts) -> None:
@@ -201,6 +211,9 @@ ROWS: Mapping[str, Mapping[str, Edit]] = {
         LOADED: _load_state,
         EMPTY: _load_empty_state,
     },
+    "optimizer state, past versions": dict.fromkeys(
+        (IN_FUNCTION, RAISED, IN_PLACE, AFTER_READING), _momentum_halved_through_data
+    ),
     "hyperparameter": dict.fromkeys((IN_FUNCTION, RAISED, ASSIGNED), _rate),
     "hyperparameter, a tensor": dict.fromkeys((IN_FUNCTION, RAISED, IN_PLACE, AFTER_READING), _tensor_rate),
     "scheduler": {
@@ -258,7 +271,7 @@ def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> E
         return documented("holds until the function ends, and is put back", says.get(row, "") if is_heard else "")
     if row == "attribute" and column in (IN_FUNCTION, RAISED):
         return documented("Python state is a copy per worker")
-    if row == "optimizer state" and column == IN_FUNCTION:
+    if row.startswith("optimizer state") and column == IN_FUNCTION:
         return refused(UnsupportedError, "put state into .* or changed what is there", "the servers make the steps")
     if column == AT_ONCE and _has_last_value(row):
         return documented(
@@ -391,6 +404,11 @@ FAULTS = [
         "an empty state is not loaded",
         switched_off(Job, "push_optimizer", partialmethod(_without_empty_ones, Job.push_optimizer)),
         _at("optimizer state", EMPTY),
+    ),
+    PlantedFault(
+        "what leaves no trace in versions of optimizer state is not seen",
+        switched_off(optimizer_state, "_checksums", lambda state: []),
+        _at("optimizer state, past versions", IN_FUNCTION, IN_PLACE, AFTER_READING),
     ),
     PlantedFault(
         "what a function writes to a parameter is not seen",

@@ -14,6 +14,7 @@ import copy
 import itertools
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.optimizers import Gradients, Kind, Tier, hyperparameters, is_listed, kind_of, kind_of_class
+from torchstrat.core.tensor_bytes import memory_of
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, parts_of, sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
@@ -51,7 +53,11 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
     def __init__(self, keeper: StateKeeper, held: Mapping[torch.Tensor, StateOfShard]) -> None:
         super().__init__(dict, held)
         self._keeper = keeper
-        self._noted = _marks(self)
+        self._checksums: list[int] | None = None
+        """Of its tensors, from when they were first handed out: ``.data`` and arrays leave no trace in a version."""
+        self._is_handed_out = False
+        """Since they were last compared."""
+        self.note()
 
     def refresh(self) -> None:
         """Read it, whether it is current or not."""
@@ -63,11 +69,18 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 
     def note(self) -> None:
         """The servers have what it holds."""
-        self._noted = _marks(self)
+        self._noted, self._checksums = _marks(self), None
 
     def is_changed(self) -> bool:
         """Whether entries, or their tensors in place, have changed since."""
-        return bool(self._noted or dict.__len__(self)) and _marks(self) != self._noted
+        if not self._noted and not dict.__len__(self):
+            return False
+        if _marks(self) != self._noted:
+            return True
+        if not self._is_handed_out or self._checksums is None:
+            return False
+        self._is_handed_out = self._checksums != _checksums(self)
+        return self._is_handed_out
 
     def holds(self, other: Mapping[torch.Tensor, StateOfShard]) -> bool:
         """Whether ``other`` has the values that were read: a ``load_state_dict`` of what ``state_dict`` gave."""
@@ -76,8 +89,11 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
         return there.keys() == here.keys() and all(_are_equal(entry, here[tensor]) for tensor, entry in there.items())
 
     def _fill(self) -> None:
+        self._is_handed_out = True  # first: what was written to what is replaced is looked for once more
         if not self._keeper.is_current():
             self.refresh()
+        if self._checksums is None:
+            self._checksums = _checksums(self)
 
     def __getitem__(self, tensor: torch.Tensor) -> dict[str, Any]:
         """An empty entry for a parameter without state, as everywhere; that changes nothing."""
@@ -139,6 +155,12 @@ def _marks(state: RemoteOptimizerState) -> list[Any]:
                 for name, value in entry.items()
             ]
     return marks
+
+
+def _checksums(state: RemoteOptimizerState) -> list[int]:
+    entries = [entry for _, entry in dict.items(state)]
+    tensors = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
+    return [zlib.crc32(memory_of(tensor.detach().cpu().contiguous())) for tensor in tensors]
 
 
 def _are_equal(one: StateOfShard, other: StateOfShard) -> bool:
