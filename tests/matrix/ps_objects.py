@@ -5,6 +5,7 @@ Each row is a program that is run twice: plainly, and with every call of a step 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,13 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import torchstrat as ts
 from tests.matrix import on_servers
 from tests.matrix.own_optimizers import Own
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, switched_off
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
+from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.server import live_optimizer
+from torchstrat.parameter_server.variables import derived_tensors, module_structure
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SECONDS = 60
@@ -106,8 +110,42 @@ def _trained(way: Way, model: Any, optimizer: Any, between: Callable[[int], obje
     return _values_of(model)
 
 
+# -- what hooks derive ------------------------------------------------------------------------------------------------
+
+
+def _pruned(way: Way, *, again: bool = False, is_looked_at: bool = False, trains: bool = True) -> Numbers:
+    with way.scope():
+        model: Any = _model()
+        prune.l1_unstructured(model[0], "weight", amount=0.3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = _batches()[0]
+    way.call(lambda: model(batch).detach())
+    if trains:
+        _trained(way, model, optimizer)
+    if is_looked_at:
+        with torch.no_grad():
+            model(batch)
+    if again:
+        with way.scope():
+            prune.l1_unstructured(model[0], "weight", amount=0.5)
+    seen = model[0].weight.detach().clone()
+    found = way.call(lambda: model(batch).detach())
+    return _values_of(model, seen=seen, found=found)
+
+
+def _normed(way: Way) -> Numbers:
+    with warnings.catch_warnings(), way.scope():
+        warnings.simplefilter("ignore")
+        model: Any = _model()
+        nn.utils.weight_norm(model[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    _trained(way, model, optimizer)
+    return {"weight": model[0].weight.detach().clone()}
+
+
 # -- rows, columns and places -----------------------------------------------------------------------------------------
 
+DERIVED = "what hooks derive of parameters"
 IDS = "a table by id()"
 
 ROWS: Mapping[str, Mapping[str, Program]] = {
@@ -117,11 +155,22 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         "in an attribute of a module": partial(_by_ids, is_attribute=True),
         "in an attribute of an optimizer": _ids_of_an_optimizer,
     },
+    DERIVED: {
+        "a pruned weight": _pruned,
+        "a pruned weight, pruned again": partial(_pruned, again=True),
+        "a pruned weight, after a forward pass": partial(_pruned, is_looked_at=True),
+        "pruned again after a forward pass": partial(_pruned, is_looked_at=True, again=True),
+        "a pruned weight that nobody trains": partial(_pruned, again=True, trains=False),
+        "a normed weight": _normed,
+    },
 }
+OLD = ("a pruned weight", "a pruned weight, pruned again", "a normed weight")
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers, workers in ((1, 1), (2, 2))}
 
 
 def expected(row: str, column: str) -> Expected:
+    if column in OLD:
+        return refused(UnsupportedError, "weight of Linear is what the last forward pass", "a worker has made the last")
     return RIGHT
 
 
@@ -171,6 +220,16 @@ def _without_ids(
 
 
 FAULTS = [
+    PlantedFault(
+        "what hooks derive is like any tensor",
+        switched_off(module_structure, "watch", lambda module, name: None),
+        _at(DERIVED, *OLD),
+    ),
+    PlantedFault(
+        "what hooks derive is never current",
+        switched_off(derived_tensors, "is_same", lambda one, other: False),
+        _at(DERIVED, "a pruned weight that nobody trains"),
+    ),
     PlantedFault(
         "ids travel as the numbers that they are",
         switched_off(Catalog, "address", lambda self, value: None),

@@ -129,7 +129,7 @@ class Job:
         self._standalone: dict[int, VariableSpec] = {}
         self._default_dtype: torch.dtype | None = None  # as the servers know it
         self._committed = registry.counts
-        self._attributes = PlainAttributes()
+        self._attributes = PlainAttributes(watches_derived=self.cache.is_on)
         self._settled: tuple[Reading, Options, Modes] | None = None
         self._steps = CoordinatorSteps(self)
 

@@ -141,6 +141,13 @@ class Holder(Protocol):
     def shown(self) -> str:
         """What ``repr`` says instead of the values; empty where these are current."""
 
+    @property
+    def is_variable(self) -> bool:
+        """Or something that was made of some, and waits for nothing."""
+
+    def require_value(self) -> None:
+        """Raise where the memory has no value that could be read."""
+
     def call(self, call: TensorCall) -> Any:
         """Its result, when the tensors that it reads are current."""
 
@@ -239,6 +246,9 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             _refuse_skipped_initialiser(sys._getframe(2))
         return result
     call = TensorCall(func, args, kwargs)
+    for holder in call.holders:
+        holder.require_value()
+    call.aliases = [alias for alias in call.aliases if alias.holder.is_variable]
     # Another thread may just have made them ordinary tensors.
     return call.aliases[0].holder.call(call) if call.aliases else call.run()
 

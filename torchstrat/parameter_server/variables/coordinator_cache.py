@@ -431,6 +431,8 @@ class CachedVariable:
     ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have.
     ``is_lost``: the job is over, and nobody can say what the value was."""
 
+    is_variable = True
+
     def __init__(self, cache: CoordinatorCache, spec: VariableSpec, tensor: torch.Tensor, *, asks: bool) -> None:
         self._cache = weakref.ref(cache)
         self.spec = spec
@@ -547,7 +549,7 @@ class CachedVariable:
         cache.bring_rows(self, ids)
         return True
 
-    def _require_value(self) -> None:
+    def require_value(self) -> None:
         if self.is_lost:
             raise ContextError(
                 f"{self.spec.name} was on the parameter servers of a strategy that was closed, and its value could not "
@@ -555,8 +557,6 @@ class CachedVariable:
             )
 
     def call(self, call: TensorCall) -> Any:
-        for copy in call.holders:
-            copy._require_value()
         cache = self._cache()
         if cache is None:
             return call.run()
@@ -582,7 +582,7 @@ class CachedVariable:
         return result
 
     def read(self, alias: Alias) -> None:
-        self._require_value()
+        self.require_value()
         cache = self._cache()
         if cache is not None:
             self._bring(cache, [alias])

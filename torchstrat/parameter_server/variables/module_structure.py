@@ -34,6 +34,7 @@ from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttribut
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.variables.derived_tensors import watch
 
 ATTRIBUTES = "attributes"
 """Of the settings' keys: (this, token of a module or an optimizer) → `SetAttributes`."""
@@ -93,7 +94,8 @@ class _Known(NamedTuple):
 class PlainAttributes:
     """Of the coordinator's modules and optimizers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, watches_derived: bool = True) -> None:
+        self._watches_derived = watches_derived
         self._known: dict[int, _Known] = {}
         # By identity: a variable in shards is a module, and compares as its values do.
         self._sent: MutableMapping[nn.Module | Optimizer, dict[str, Any]] = WeakIdKeyDictionary()
@@ -125,6 +127,7 @@ class PlainAttributes:
     def note(self, owner: nn.Module | Optimizer) -> None:
         """It is sent now."""
         if owner not in self._sent:
+            self._watch_derived(owner)
             self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
 
     def changed(self, owners: Iterable[tuple[Any, nn.Module | Optimizer]]) -> Mapping[Any, SetAttributes]:
@@ -135,6 +138,7 @@ class PlainAttributes:
             if sent is None:
                 self.note(owner)
                 continue
+            self._watch_derived(owner)
             for name in names_of(owner):
                 value = owner.__dict__[name]
                 if name in sent and sent[name] == _kept(value):
@@ -153,6 +157,11 @@ class PlainAttributes:
             if owner in self._set:
                 found[ATTRIBUTES, token] = dict(self._set[owner])
         return found
+
+    def _watch_derived(self, owner: nn.Module | Optimizer) -> None:
+        if self._watches_derived and isinstance(owner, nn.Module) and owner._forward_pre_hooks:
+            for name in names_of(owner):
+                watch(owner, name)
 
     def take(self, owner: Optimizer, values: Mapping[str, Any]) -> None:
         """What its steps have set, on a server. What the program has set since it was last looked at stays, and goes
