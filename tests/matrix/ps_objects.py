@@ -22,7 +22,7 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, asser
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.server import live_optimizer
-from torchstrat.parameter_server.variables import derived_tensors, module_structure
+from torchstrat.parameter_server.variables import class_attributes, derived_tensors, module_structure
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SECONDS = 60
@@ -110,6 +110,83 @@ def _trained(way: Way, model: Any, optimizer: Any, between: Callable[[int], obje
     return _values_of(model)
 
 
+# -- attributes of classes ---------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """Reads attributes of its class, and of the base that it is given to."""
+
+    scale, shift = 1.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + Scaled.shift
+
+
+class Factored(Own):
+    """Reads an attribute of its class."""
+
+    factor = 1.0
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        p.sub_(grad, alpha=group["lr"] * self.factor * getattr(Factored, "late", 1.0))
+
+
+class Derived(Factored):
+    """Inherits it."""
+
+
+class _Restored:
+    """Puts back what a class had."""
+
+    def __init__(self, *kinds: type) -> None:
+        self._before = [(kind, dict(vars(kind))) for kind in kinds]
+
+    def __call__(self) -> None:
+        for kind, before in self._before:
+            for name in set(vars(kind)) - set(before):
+                delattr(kind, name)
+            for name, value in before.items():
+                if vars(kind)[name] is not value and not name.startswith("__"):
+                    setattr(kind, name, value)
+
+
+def _class_of_module(way: Way, kind: type) -> Numbers:
+    restore = _Restored(Scaled)
+    try:
+        torch.manual_seed(0)
+        with way.scope():
+            model = nn.Sequential(kind(4, 3), nn.Linear(3, 2)).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def edit(index: int) -> None:
+            if index == 2:
+                Scaled.scale, Scaled.shift = 0.5, 0.25
+
+        return _trained(way, model, optimizer, edit)
+    finally:
+        restore()
+
+
+def _class_of_optimizer(way: Way, kind: type) -> Numbers:
+    restore = _Restored(Factored)
+    try:
+        with way.scope():
+            model = _model()
+            optimizer = kind(model.parameters(), lr=0.1)
+
+        def edit(index: int) -> None:
+            if index:
+                Factored.factor = 0.5 * index
+            if index == 2:
+                Factored.late = 0.1  # type: ignore[attr-defined]
+            if index == 3:
+                del Factored.late  # type: ignore[attr-defined]
+
+        return _trained(way, model, optimizer, edit)
+    finally:
+        restore()
+
+
 # -- what hooks derive ------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +222,7 @@ def _normed(way: Way) -> Numbers:
 
 # -- rows, columns and places -----------------------------------------------------------------------------------------
 
+CLASSES = "attributes of classes"
 DERIVED = "what hooks derive of parameters"
 IDS = "a table by id()"
 
@@ -154,6 +232,11 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         "as an argument": partial(_by_ids, is_argument=True),
         "in an attribute of a module": partial(_by_ids, is_attribute=True),
         "in an attribute of an optimizer": _ids_of_an_optimizer,
+    },
+    CLASSES: {
+        "of a module's": partial(_class_of_module, kind=Scaled),
+        "of an optimizer's": partial(_class_of_optimizer, kind=Factored),
+        "of its base": partial(_class_of_optimizer, kind=Derived),
     },
     DERIVED: {
         "a pruned weight": _pruned,
@@ -219,7 +302,14 @@ def _without_ids(
     return 0 if reference[0] == "id" else whole(self, reference)
 
 
+_CLASSES_STAY = "what is set on classes stays here"
+
 FAULTS = [
+    PlantedFault(
+        _CLASSES_STAY,
+        lambda: on_servers.marked(_CLASSES_STAY, switched_off(class_attributes, "set_on", lambda owner: {})),
+        _at(CLASSES, *ROWS[CLASSES], place=on_servers.PROCESSES),
+    ),
     PlantedFault(
         "what hooks derive is like any tensor",
         switched_off(module_structure, "watch", lambda module, name: None),

@@ -60,12 +60,14 @@ from torchstrat.parameter_server.messages import (
     OptimizerStep,
     Push,
     RowsRequest,
+    SetAttribute,
     ShardEdit,
 )
 from torchstrat.parameter_server.server.deduplication import AppliedRecords, EarlierRuns, part_of
 from torchstrat.parameter_server.server.optimizer_step import fast_step_of
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.variables.class_attributes import put
 from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers, recipe_of, replay
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -1100,3 +1102,19 @@ def test_what_was_applied_is_remembered_until_its_function_is_forgotten() -> Non
     assert store.applied_parts(1) != {}
     store.forget_below(2)
     assert store.applied_parts(1) == {}
+
+
+def test_what_a_job_has_set_on_a_class_ends_with_it() -> None:
+    class Own:
+        factor = 1.0
+
+    server = VariableServer()
+    try:
+        assert [*put(Own(), {(0, "factor"): SetAttribute(2, 2.0), (0, "late"): SetAttribute(2, 3.0)})] == []
+        list(put(Own(), {(0, "factor"): SetAttribute(1, 7.0)}))  # of a function that was scheduled before
+        assert (Own.factor, Own.late) == (2.0, 3.0)  # type: ignore[attr-defined]
+        server.coordinator_left(finished=True)
+        assert Own.factor == 1.0
+        assert not hasattr(Own, "late")
+    finally:
+        server.close()

@@ -133,8 +133,9 @@ class SetAttribute(NamedTuple):
     value: Any
 
 
-SetAttributes: TypeAlias = Mapping[str, SetAttribute]
-"""What the program has set on a module or an optimizer since that was sent, by name."""
+SetAttributes: TypeAlias = Mapping[str | tuple[int, str], SetAttribute]
+"""What the program has set on a module or an optimizer since that was sent, by name; on one of its classes, by the
+class's place among them (``__mro__``) and name."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, S
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
 from torchstrat.parameter_server.server.shards import HeldShards
+from torchstrat.parameter_server.variables.class_attributes import put
 from torchstrat.parameter_server.variables.module_structure import fixed_attributes, marks_of_tensors, may_be_copied
 
 StepsHaveSet = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -115,7 +116,7 @@ class _Member:
 
     def take_attributes(self, attributes: SetAttributes) -> None:
         """What the program has set. What was set before the last that was taken is known, or was taken back."""
-        for name, (moment, value) in attributes.items():
+        for name, (moment, value) in put(self.optimizer, attributes):
             if moment > self._set_at.get(name, 0):
                 self._set_at[name] = moment
                 setattr(self.optimizer, name, value)

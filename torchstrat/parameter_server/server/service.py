@@ -39,6 +39,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.server.snapshot import Cut, CutRows, FrozenRows
 from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.variables.class_attributes import put_back
 
 _SWITCH_INTERVAL_SECONDS = 5e-4
 """Of the interpreter, while a server runs. Its threads spend their time in torch, without the interpreter's lock; with
@@ -177,15 +178,17 @@ class VariableServer:
 
     def coordinator_arrived(self, coordinator: Peer) -> None:
         """It asks for the catalog, and creates what it misses. Gradients that another program's functions have left for
-        its steps are nothing to this one."""
+        its steps are nothing to this one, nor is what that has set on classes."""
         if self._coordinator not in (None, coordinator):
             self.store.drop_gradients()
+            put_back()
         self._coordinator = coordinator
 
     def coordinator_left(self, *, finished: bool) -> None:
         """After a job that has finished the server is as new; one that was lost finds everything as it was."""
         if finished:
             self.store.reset()
+            put_back()
             give_back_pages()
         else:
             self.store.end_cut()

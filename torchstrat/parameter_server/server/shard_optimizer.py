@@ -52,6 +52,7 @@ from torchstrat.core.optimizers import (
     step_in_blocks,
 )
 from torchstrat.parameter_server.messages import SetAttributes, StateOfShard
+from torchstrat.parameter_server.variables.class_attributes import put
 from torchstrat.parameter_server.variables.edits import put_rows
 
 Options = Mapping[str, Any]
@@ -294,7 +295,7 @@ class ShardOptimizer:
         """
         stand_in = self.stand_in(options, parameters, states)
         if attributes:
-            vars(stand_in).update({name: value for name, (_, value) in attributes.items()})
+            vars(stand_in).update({name: value for name, (_, value) in put(stand_in, attributes)})
         if not step_in_blocks(stand_in, self.call_step):
             self.call_step(stand_in)
         state = stand_in.state

@@ -34,6 +34,7 @@ from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttribut
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.variables import class_attributes
 from torchstrat.parameter_server.variables.derived_tensors import watch
 
 ATTRIBUTES = "attributes"
@@ -127,12 +128,14 @@ class PlainAttributes:
     def note(self, owner: nn.Module | Optimizer) -> None:
         """It is sent now."""
         if owner not in self._sent:
+            class_attributes.note(owner)
             self._watch_derived(owner)
             self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
 
     def changed(self, owners: Iterable[tuple[Any, nn.Module | Optimizer]]) -> Mapping[Any, SetAttributes]:
         """What was set since each of these objects, with their tokens, was here first: that is when it was sent."""
-        found = {}
+        found: dict[Any, SetAttributes] = {}
+        class_attributes.look()
         for token, owner in owners:
             sent = self._sent.get(owner)
             if sent is None:
@@ -154,8 +157,9 @@ class PlainAttributes:
                 for name in sent.keys() - vars(owner).keys():
                     del sent[name]
                     self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), Gone.GONE)
-            if owner in self._set:
-                found[ATTRIBUTES, token] = dict(self._set[owner])
+            now: dict[Any, SetAttribute] = {**self._set.get(owner, {}), **class_attributes.set_on(owner)}
+            if now or owner in self._set:
+                found[ATTRIBUTES, token] = now
         return found
 
     def _watch_derived(self, owner: nn.Module | Optimizer) -> None:

@@ -31,6 +31,7 @@ from torchstrat.parameter_server.dispatch import SAME_AS, Options
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.variables import class_attributes
 from torchstrat.parameter_server.variables.cached_parameter import shares_memory
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
@@ -460,6 +461,7 @@ class Reading:
             self._read_modules(modules)
             self._marks += map(attributes.mark, modules)
             self._marks += structure.mark()
+            self._marks += class_attributes.marks()
             self._marks += variables.states()
             self._is_comparable = not variables.has_traceless_changes()
             optimizers = registry.optimizers()

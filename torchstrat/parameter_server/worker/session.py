@@ -29,6 +29,7 @@ from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
+from torchstrat.parameter_server.variables.class_attributes import put
 from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
 from torchstrat.parameter_server.variables.step_hooks import STEP_HOOKS
 from torchstrat.parameter_server.worker.local_variables import Copies
@@ -134,7 +135,7 @@ class Settings:
         if self._attributes.get(token) != values and self._world.knows(token):
             self._attributes[token] = values
             owner = self._world.resolve(token)
-            for name, one in values.items():
+            for name, one in put(owner, values):
                 if one.value is Gone.GONE:
                     vars(owner).pop(name, None)
                 else:

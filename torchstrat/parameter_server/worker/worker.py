@@ -46,6 +46,7 @@ from torchstrat.parameter_server.remote_value import numbers_of
 from torchstrat.parameter_server.serialization.functions import pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
+from torchstrat.parameter_server.variables.class_attributes import put_back
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
 from torchstrat.parameter_server.worker import executor
 from torchstrat.parameter_server.worker.executor import (
@@ -396,6 +397,7 @@ class _Session:
         self._resources = Resources(self._build)
         self._kept_codes = Recent(KEPT_CODES)
         self._codes: list[_Code] = []  # of the batch
+        put_back()  # on classes, what another job has set
         self._settings = Settings(self._world, self._copies, owns_process=owns_process)
         self._new_settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
         self._rested = True  # the next function comes after a rest
