@@ -5,6 +5,8 @@ Each row is a program that is run twice: plainly, and with every call of a step 
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +24,7 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, asser
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.server import live_optimizer
-from torchstrat.parameter_server.variables import class_attributes, derived_tensors, module_structure
+from torchstrat.parameter_server.variables import cached_parameter, class_attributes, derived_tensors, module_structure
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SECONDS = 60
@@ -98,7 +100,7 @@ def _ids_of_an_optimizer(way: Way) -> Numbers:
     return _trained(way, model, optimizer)
 
 
-def _trained(way: Way, model: Any, optimizer: Any, between: Callable[[int], object] = lambda _: None) -> Numbers:
+def _train(way: Way, model: Any, optimizer: Any, between: Callable[[int], object] = lambda _: None) -> None:
     def step(batch: torch.Tensor) -> Any:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -107,6 +109,10 @@ def _trained(way: Way, model: Any, optimizer: Any, between: Callable[[int], obje
     for index, batch in enumerate(_batches()):
         between(index)
         way.call(step, batch)
+
+
+def _trained(way: Way, model: Any, optimizer: Any, between: Callable[[int], object] = lambda _: None) -> Numbers:
+    _train(way, model, optimizer, between)
     return _values_of(model)
 
 
@@ -220,8 +226,83 @@ def _normed(way: Way) -> Numbers:
     return {"weight": model[0].weight.detach().clone()}
 
 
+# -- TorchScript ------------------------------------------------------------------------------------------------------
+
+
+def _called(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    return module(batch)  # type: ignore[no-any-return]
+
+
+def _saved(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file)(batch)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _copied(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    return copy.deepcopy(module)(batch)  # type: ignore[no-any-return]
+
+
+def _frozen(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    return torch.jit.freeze(module.eval())(batch)
+
+
+def _by_name(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    return module.forward(batch)  # type: ignore[no-any-return]
+
+
+def _double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+def _given(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    """A function of TorchScript gets a parameter."""
+    return torch.jit.script(_double)(next(module.parameters()))  # type: ignore[no-any-return]
+
+
+def _in_script(way: Way, *, use: Callable[[Any, torch.Tensor], torch.Tensor], is_traced: bool = False) -> Numbers:
+    """Made before functions train the model, and after that, and used each time before anything else is read."""
+    batch, found = _batches()[0], {}
+    with way.scope():
+        model: Any = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make() -> Any:
+        return torch.jit.trace(model, batch) if is_traced else torch.jit.script(model)  # type: ignore[no-untyped-call]
+
+    early = make()
+    for turn in range(2):
+        for name, module in (("early", early), ("late", make())):
+            _train(way, model, optimizer)
+            found[f"{name} {turn}"] = use(module, batch).detach()
+    return found
+
+
+class OfOwn(torch.Tensor):
+    """A class that PyTorch asks nothing."""
+
+
+def _as_subclass(way: Way, *, writes: bool) -> Numbers:
+    with way.scope():
+        model: Any = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {}
+    for turn in range(2):
+        _train(way, model, optimizer)
+        seen = model[0].weight.detach().as_subclass(OfOwn) if turn else model[0].weight.as_subclass(OfOwn)
+        found[f"{turn}"] = seen.as_subclass(torch.Tensor).detach().clone()
+        if writes:
+            with torch.no_grad():
+                seen.mul_(2)
+    _train(way, model, optimizer)
+    return {**found, **_values_of(model)}
+
+
 # -- rows, columns and places -----------------------------------------------------------------------------------------
 
+SCRIPT = "a module of TorchScript"
+_USES = (_called, _by_name, _saved, _copied, _frozen, _given)
 CLASSES = "attributes of classes"
 DERIVED = "what hooks derive of parameters"
 IDS = "a table by id()"
@@ -245,6 +326,14 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         "pruned again after a forward pass": partial(_pruned, is_looked_at=True, again=True),
         "a pruned weight that nobody trains": partial(_pruned, again=True, trains=False),
         "a normed weight": _normed,
+    },
+    "a parameter as a tensor of another class": {
+        "read": partial(_as_subclass, writes=False),
+        "written": partial(_as_subclass, writes=True),
+    },
+    SCRIPT: {
+        **{f"script, {use.__name__[1:]}": partial(_in_script, use=use) for use in _USES},
+        **{f"trace, {use.__name__[1:]}": partial(_in_script, use=use, is_traced=True) for use in (_called, _saved)},
     },
 }
 OLD = ("a pruned weight", "a pruned weight, pruned again", "a normed weight")
@@ -305,6 +394,16 @@ def _without_ids(
 _CLASSES_STAY = "what is set on classes stays here"
 
 FAULTS = [
+    PlantedFault(
+        "as_subclass asks nobody",
+        switched_off(cached_parameter.CachedTensor, "as_subclass", torch.Tensor.as_subclass),
+        _at("a parameter as a tensor of another class", "read", "written"),
+    ),
+    PlantedFault(
+        "TorchScript takes what there is",
+        switched_off(cached_parameter, "bring_alone", lambda tensor: None),
+        _at(SCRIPT, *ROWS[SCRIPT]),
+    ),
     PlantedFault(
         _CLASSES_STAY,
         lambda: on_servers.marked(_CLASSES_STAY, switched_off(class_attributes, "set_on", lambda owner: {})),

@@ -106,6 +106,7 @@ class NoServers:
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _SET: Any = torch.Tensor.set_
+_AS_SUBCLASS: Any = torch.Tensor.as_subclass
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
@@ -283,8 +284,11 @@ class CachedTensor:
         return _ask(func, args, kwargs or {})
 
     def set_(self, *args: object, **kwargs: object) -> Any:
-        """The one method that PyTorch makes without asking. Assigning to a weight under a parametrization does it."""
+        """PyTorch makes this without asking, and the next. Assigning to a weight under a parametrization does it."""
         return _ask(_SET, (self, *args), kwargs)
+
+    def as_subclass(self, *args: object, **kwargs: object) -> Any:
+        return _ask(_AS_SUBCLASS, (self, *args), kwargs)
 
     def _read(self) -> torch.Tensor:
         """The current values: an ordinary tensor over the same memory."""
@@ -354,9 +358,15 @@ def bring_alone(tensor: object) -> None:
 
 
 @functools.cache
-def ask_before_transforms() -> None:
-    """Those of torch.func take hold of tensors without asking their class."""
+def ask_before_others_take() -> None:
+    """Transforms of torch.func and TorchScript take hold of tensors without asking their class."""
     _torch_private.before_transforms_take(bring_alone)
+    _torch_private.before_scripts_use(_bring_all, lambda: bool(_aliases))
+
+
+def _bring_all(values: list[object]) -> None:
+    for tensor in tensors_in(values):
+        bring_alone(tensor)
 
 
 def alias_of(tensor: torch.Tensor) -> Alias | None:
@@ -448,7 +458,7 @@ _IN_PLACE = frozenset(
     }
 )
 _DATA_SET = _DATA.__set__
-_HANDS_OUT = frozenset({"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
+_HANDS_OUT = frozenset({"numpy", "__array__", "as_subclass", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
 """By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
 to code that changes it without leaving a trace in ``_version``, or does so itself."""
 

@@ -39,7 +39,7 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     TensorCall,
     alias_of,
     aliases_in,
-    ask_before_transforms,
+    ask_before_others_take,
     can_ask,
     give_memory,
     given_rows,
@@ -91,7 +91,7 @@ class CoordinatorCache:
 
     def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
         if self.is_on:
-            ask_before_transforms()
+            ask_before_others_take()
         return CachedVariable(self, spec, tensor, asks=self.is_on and can_ask(tensor))
 
     def tensor(self, number: int) -> torch.Tensor | None:

@@ -43,7 +43,7 @@ ATTRIBUTES = "attributes"
 _SET_BY_SCHEDULERS = ("step", "_opt_called")
 _DEPTH, _MOST_PARTS = 3, 100
 """Of values that may change and stay the same object: how deep they are looked into, and up to what size."""
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "__overloads__"))  # which torch.jit.script sets
 
 
 @functools.cache
