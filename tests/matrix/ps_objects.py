@@ -10,7 +10,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.server import live_optimizer
 from torchstrat.parameter_server.variables import cached_parameter, class_attributes, derived_tensors, module_structure
+from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SECONDS = 60
@@ -226,6 +227,36 @@ def _normed(way: Way) -> Numbers:
     return {"weight": model[0].weight.detach().clone()}
 
 
+# -- gradients that an optimizer keeps --------------------------------------------------------------------------------
+
+
+class Extrapolating(Own):
+    """By the gradient before, which is the same tensor where the program zeroes it in place."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        before = self.state[p].get("before", grad)
+        p.sub_(2 * grad - before, alpha=group["lr"])
+        self.state[p]["before"] = grad if group["keeps"] else grad.clone()
+
+
+def _kept_gradient(way: Way, *, keeps: bool, set_to_none: bool) -> Numbers:
+    with way.scope():
+        model: Any = _model()
+        optimizer = Extrapolating(model.parameters(), lr=0.1, keeps=keeps)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    def steps() -> None:
+        for batch in _batches():
+            step(batch)
+
+    way.call(steps)
+    return _values_of(model)
+
+
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +332,7 @@ def _as_subclass(way: Way, *, writes: bool) -> Numbers:
 
 # -- rows, columns and places -----------------------------------------------------------------------------------------
 
+KEPT = "a gradient that an optimizer keeps"
 SCRIPT = "a module of TorchScript"
 _USES = (_called, _by_name, _saved, _copied, _frozen, _given)
 CLASSES = "attributes of classes"
@@ -327,6 +359,11 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         "a pruned weight that nobody trains": partial(_pruned, again=True, trains=False),
         "a normed weight": _normed,
     },
+    KEPT: {
+        "zeroed in place": partial(_kept_gradient, keeps=True, set_to_none=False),
+        "made anew": partial(_kept_gradient, keeps=True, set_to_none=True),
+        "copied, zeroed in place": partial(_kept_gradient, keeps=False, set_to_none=False),
+    },
     "a parameter as a tensor of another class": {
         "read": partial(_as_subclass, writes=False),
         "written": partial(_as_subclass, writes=True),
@@ -341,6 +378,8 @@ FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers,
 
 
 def expected(row: str, column: str) -> Expected:
+    if column == "zeroed in place":
+        return refused(UnsupportedError, "keeps gradients without a copy.*clone", "a server has gradients of its own")
     if column in OLD:
         return refused(UnsupportedError, "weight of Linear is what the last forward pass", "a worker has made the last")
     return RIGHT
@@ -385,6 +424,11 @@ def _at(row: str, *columns: str, place: str = "2 servers, 2 workers") -> tuple[s
     return tuple(f"{row} | {column} | {place}" for column in columns)
 
 
+def _pushed(self: LeftGradients, whole: Callable[..., bool], gradient: torch.Tensor) -> bool:
+    whole(self, gradient)
+    return False
+
+
 def _without_ids(
     self: Any, reference: Any, whole: Callable[..., Any] = live_optimizer._Unpickler.persistent_load
 ) -> Any:
@@ -394,6 +438,11 @@ def _without_ids(
 _CLASSES_STAY = "what is set on classes stays here"
 
 FAULTS = [
+    PlantedFault(
+        "whose tensors gradients are does not count",
+        switched_off(LeftGradients, "pushed", partialmethod(_pushed, LeftGradients.pushed)),
+        _at(KEPT, "zeroed in place"),
+    ),
     PlantedFault(
         "as_subclass asks nobody",
         switched_off(cached_parameter.CachedTensor, "as_subclass", torch.Tensor.as_subclass),

@@ -155,7 +155,8 @@ class OptimizerStep:
     ``options``: the hyperparameters of each parameter group, in force at this step (everything in the group but
     ``params``). ``dense``: gradients of whole shards. ``rows``: (local row ids ``(n,)`` int64, sorted and unique;
     gradients ``(n, …)``) of tables. ``attributes``: what the program has set on an optimizer of a class of its own, by
-    name with the moment at which it was set. ``wrapped``: None of an optimizer that wraps none.
+    name with the moment at which it was set. ``wrapped``: None of an optimizer that wraps none. ``reuses``: a gradient
+    is the tensor that an earlier step has had, changed in place.
     """
 
     optimizer: int
@@ -164,6 +165,7 @@ class OptimizerStep:
     rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
     attributes: SetAttributes = field(default_factory=dict)
     wrapped: Wrapped | None = None
+    reuses: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -154,7 +155,7 @@ class LiveOptimizer:
         numbers = itertools.chain((number, *wraps), itertools.repeat(None))
         parameters = [parameter for _, parameter in self._keyed(groups)]
         self._members = [_Member(one, own, parameters) for one, own in zip(optimizers, numbers, strict=False)]
-        self._has_stepped = False
+        self._has_stepped = self._keeps_gradients = False
         self._groups: list[_Group] = []
         self._find_groups()
         check_supported(self.cls, self.options)
@@ -208,7 +209,15 @@ class LiveOptimizer:
             one.load(new)
 
     def check(self, step: OptimizerStep) -> None:
-        """Raise `UnsupportedError` where the program sets what the steps themselves set too."""
+        """Raise `UnsupportedError` where the program sets what the steps themselves set too, or changes in place what
+        they have kept."""
+        if self._keeps_gradients and step.reuses:
+            raise UnsupportedError(
+                f"{self.name} keeps gradients without a copy (state['before'] = p.grad), and a function changes those "
+                "in place (zero_grad(set_to_none=False), or a second backward pass). Steps are made on a parameter "
+                "server, where what is kept would stay as it was. Let the optimizer keep p.grad.clone(), or call "
+                "zero_grad() without that argument."
+            )
         groups = self._groups if step.wrapped is None else self._arranged(step.wrapped.places)
         for number, (one, new) in enumerate(zip(groups, _options_of(step), strict=True)):
             for name, value in one.set_by_both(new):
@@ -244,6 +253,9 @@ class LiveOptimizer:
         finally:
             for _, parameter in keyed:
                 parameter.grad = None
+        handed_out = [*map(weakref.ref, gradients.values())]
+        del gradients
+        self._keeps_gradients = any(one() is not None for one in handed_out)
         stood = []
         for key, parameter in keyed:
             shard = shards.tensor(key)

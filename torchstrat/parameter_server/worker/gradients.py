@@ -271,9 +271,11 @@ class LeftGradients:
         for _, parameter in self._marked:
             parameter.has_left_gradient = True
 
-    def pushed(self, gradient: torch.Tensor) -> None:
-        """A step has used it."""
+    def pushed(self, gradient: torch.Tensor) -> bool:
+        """A step has used it. Gives whether an earlier one has, too."""
+        is_used_again = hasattr(gradient, _USED_AT)
         setattr(gradient, _USED_AT, gradient._version)
+        return is_used_again
 
     def end(self, reached: Iterable[int] | None) -> None:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""

@@ -362,7 +362,7 @@ class RemoteSteps:
                 dense, rows = step.shards.of(server)
                 made = parts if server in step.changes or server in parts else others
                 made.setdefault(server, {})["steps"] = (
-                    OptimizerStep(number, options, dense, rows, attributes, wrapped),
+                    OptimizerStep(number, options, dense, rows, attributes, wrapped, step.reuses),
                 )
         if is_listed(type(optimizer)):
             self._copies.note_stepped(step.stepped)
@@ -495,17 +495,18 @@ class _Gradients:
     """The gradients of one optimizer's parameters. ``takes_left``: servers may have some that functions have left.
 
     ``stepped``: what the step will change; ``servers``: all that have to make it; ``changes``: those of them on which
-    it does something by itself.
+    it does something by itself. ``reuses``: see `OptimizerStep`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         spec_of: Callable[[torch.Tensor], VariableSpec | None],
-        pushed: Callable[[torch.Tensor], None],
+        pushed: Callable[[torch.Tensor], bool],
         takes_left: bool,
     ) -> None:
         self.shards = _Shards()
+        self.reuses = False
         # A gradient scaler leaves unscaling to fused optimizers; the servers know nothing of it.
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         self.found_inf = found is not None and bool(found)
@@ -521,7 +522,7 @@ class _Gradients:
                         known = _known(spec_of(tensor), tensor, optimizer)
                         self.stepped.append(known)
                         self.shards.add(known, gradient if scale is None else gradient / scale)
-                    pushed(tensor.grad)  # also where the scaler has looked at it, and makes no step
+                    self.reuses |= pushed(tensor.grad)  # also where the scaler has looked at it, and makes no step
                 elif (always or takes_left) and not self.found_inf:
                     shards = _known(spec_of(tensor), tensor, optimizer).shards
                     without |= {shard.server for shard in shards}
