@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from tests.matrix.places import LOGICAL_DEVICES
+from tests.matrix.places import LOGICAL_DEVICES, LOGICAL_ON_SOCKETS
 from tests.matrix.table import PlantedFault, switched_off
 from torchstrat.checkpoint import job_state
 from torchstrat.core.communicator import within
@@ -16,6 +16,7 @@ from torchstrat.distributed.collectives.notes import FailureBoard
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.replicas.per_process import engine as per_process
 from torchstrat.sharding.dtensor.devices import LogicalDevices
+from torchstrat.sharding.dtensor.same_calls import SameCalls
 
 SHARED, SOCKETS = "torchrun mirrored", "torchrun multi_worker_mirrored"
 
@@ -98,6 +99,11 @@ FAULTS = (
         "exchanges of pieces do not say for which call they are",
         _without_names,
         (_cell("sum", "runs a step", LOGICAL_DEVICES), _cell("state_dict", "runs nothing", LOGICAL_DEVICES)),
+    ),
+    PlantedFault(
+        "calls on tensors that are cut are not compared on sockets",
+        switched_off(SameCalls, "expect", _nothing),
+        (_cell("sum of the size of an output", "runs a step", LOGICAL_ON_SOCKETS),),
     ),
     PlantedFault(
         "a rank that fails does not say why",

@@ -19,7 +19,7 @@ import torchstrat.checkpoint.writing
 import torchstrat.distributed.collectives.stop_agreement
 import torchstrat.sharding.dtensor.launch  # what cells would import in their forks, each for itself
 from tests.matrix.forked_cells import folder
-from tests.matrix.places import LOGICAL_DEVICES, REPLICAS
+from tests.matrix.places import LOGICAL_DEVICES, LOGICAL_ON_SOCKETS, REPLICAS
 
 RULES = {"0.weight": ("d0", None), "0.bias": ("d0",), "2.weight": (None, "d0")}
 
@@ -31,9 +31,12 @@ class Job:
         self._leaving = ExitStack()
         self.rank = int(os.environ["RANK"])
         self.timeout = timedelta(seconds=timeout_seconds)
-        if place == LOGICAL_DEVICES:
+        if place in (LOGICAL_DEVICES, LOGICAL_ON_SOCKETS):
             self.strategy: Any = ts.MirroredStrategy(
-                logical_devices_per_replica=2, sharding_rules=RULES, timeout=self.timeout
+                logical_devices_per_replica=2,
+                sharding_rules=RULES,
+                timeout=self.timeout,
+                collectives="auto" if place == LOGICAL_DEVICES else "process_group",
             )
         else:
             self.strategy = REPLICAS[place].make(timeout=self.timeout)

@@ -294,6 +294,11 @@ _CUT_STEP = rf"linear {_CUT}|{_STEP}"
 _ANNOUNCED = ("fails in a run, and stays",)
 """A run on logical devices begins with a call of all of them: as "runs nothing", which fails no further."""
 
+
+def _cut_ones(job: Job) -> torch.Tensor:
+    return job.strategy.split_to_logical_devices(torch.ones(4, 2, 8), [1, 1, 2])  # type: ignore[no-any-return]
+
+
 CUT_ROWS = (
     dataclasses.replace(ROWS[1], says=_CUT_STEP),
     dataclasses.replace(next(row for row in ROWS if row.name == "save"), without=_ANNOUNCED),
@@ -313,6 +318,7 @@ CUT_ROWS = (
         without=_ANNOUNCED,
     ),
     _in_run("sum", lambda job: _cut_gradient(job).pow(2).sum(), rf"sum {_CUT}|{_CUT_STEP}"),
+    _in_run("sum of the size of an output", lambda job: _cut_ones(job).sum(2), rf"sum {_CUT}|{_CUT_STEP}"),
     _in_run("norm", lambda job: torch.linalg.vector_norm(_cut_gradient(job)), rf"vector_norm {_CUT}|{_CUT_STEP}"),
     _in_run("full_tensor", lambda job: _cut_gradient(job).full_tensor(), rf"{_CUT}|a sum or an exchange|{_CUT_STEP}"),
     _in_run("clip_grad_norm_", _clipped, rf"norm {_CUT}|{_CUT_STEP}"),

@@ -14,7 +14,7 @@ from tests.matrix.forked_cells import leave, others_have_ended
 from tests.matrix.lone_call_faults import FAULTS
 from tests.matrix.lone_call_job import Job
 from tests.matrix.lone_calls import CUT_ROWS, LOCAL_ROWS, ROWS, Row
-from tests.matrix.places import LOGICAL_DEVICES
+from tests.matrix.places import LOGICAL_DEVICES, LOGICAL_ON_SOCKETS
 from tests.matrix.table import RIGHT, Cell, Expected, Table, refused
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ReplicaDivergenceError, TorchstratError
 
@@ -149,7 +149,7 @@ def _make_calls(place: str, row: Row, column: Column) -> None:
         except GivesUpError:
             return
         assert not is_alone, "the call came to an end although the other rank never made it"
-        is_local = place == LOGICAL_DEVICES  # of one replica: runs, and what combines replicas, may need nobody
+        is_local = place in CUT_PLACES  # of one replica: runs, and what combines replicas, may need nobody
         assert is_local or not column.is_call, "the other rank's call came to an end, which this one never made"
     finally:
         job.close()
@@ -185,6 +185,7 @@ def _expected(row: Row, column: Column) -> Expected:
 
 
 CENTRAL = ("torchrun central_storage", "torchrun central_storage on sockets")
+CUT_PLACES = (LOGICAL_DEVICES, LOGICAL_ON_SOCKETS)
 MIRRORED = ("torchrun mirrored", "torchrun multi_worker_mirrored")
 
 
@@ -193,13 +194,14 @@ def _rows() -> Iterator[tuple[str, Row]]:
         yield from ((place, row) for row in ROWS if not row.only_central)
     for place in CENTRAL:
         yield from ((place, row) for row in ROWS if row.central or row.only_central)
-    yield from ((LOGICAL_DEVICES, row) for row in CUT_ROWS)
+    for place in CUT_PLACES:
+        yield from ((place, row) for row in CUT_ROWS)
 
 
 def cells() -> Iterator[Cell]:
     for place, row in _rows():
         for column in COLUMNS:
-            is_elsewhere = not column.everywhere and place not in (MIRRORED[0], LOGICAL_DEVICES)
+            is_elsewhere = not column.everywhere and place not in (MIRRORED[0], *CUT_PLACES)
             is_same = column.name == row.like or (column.alone and row.like == "runs a step")
             if (
                 is_same

@@ -37,6 +37,9 @@ LOGICAL_DEVICES = "two logical devices"
 TPU = "tpu x2, computed on the CPU"
 """Two replicas of one recorded program, which the tests' runtime computes."""
 
+LOGICAL_ON_SOCKETS = "two logical devices on sockets"
+"""The same where tensors go through sockets, which compare no calls."""
+
 CENTRAL_ON_SOCKETS = "torchrun central_storage on sockets"
 """Where rank 0 alone has the optimizer's state, as the documents say."""
 
@@ -64,7 +67,7 @@ def carried_otherwise(place: str) -> str:
 
 def processes_of(place: str) -> int:
     """How many processes a cell of this place runs in: 1 where the table starts what it needs itself."""
-    if place == LOGICAL_DEVICES:
+    if place in (LOGICAL_DEVICES, LOGICAL_ON_SOCKETS):
         return 2
     return TORCHRUN[place].replicas if place in TORCHRUN else 1
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.sharding.dtensor.same_calls import SameCalls
 from torchstrat.sharding.grid import REPLICA_AXIS, Sharding, logical_axis
 
 Cut = tuple[int | None, ...]
@@ -191,6 +192,7 @@ class LogicalDevices:
         groups: non-empty set of axes → those of the replica's processes that differ from this one along these axes
             only, in the order of `LogicalAxes.peers`.
         device: where pieces are.
+        calls: what makes sure that all make the same ones, where the groups do not.
     """
 
     def __init__(
@@ -200,10 +202,12 @@ class LogicalDevices:
         own: int,
         groups: dict[tuple[int, ...], Communicator],
         device: torch.device,
+        calls: SameCalls | None = None,
     ) -> None:
         self.axes, self.job_mesh, self.own, self.device = axes, mesh, own, device
         self.mesh = mesh[axes.names]
         self._groups = groups
+        self.calls = calls
         self.traffic = Traffic()
         self.doing = ""
         """The operator that a step is in, or the call for which a value is put together; going backward, none."""
@@ -254,9 +258,16 @@ class LogicalDevices:
             call = _calls[self.doing] = f"{self.doing} on a tensor that is cut over logical devices ({CALL})"
         return call
 
+    def _group_for(self, kind: str, tensor: torch.Tensor, axes: Sequence[int]) -> Communicator:
+        """For an exchange of this kind."""
+        if self.calls is not None:
+            parts = (tensor.dtype, tuple(tensor.shape), *(self.axes.names[axis] for axis in axes))
+            self.calls.expect(f"{self._call}: {kind} of {', '.join(map(str, parts))}")
+        return self._groups[tuple(axes)]
+
     def summed(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         """The sum over the processes along ``axes``, as a new tensor; all of them get the same bits."""
-        group = self._groups[tuple(axes)]
+        group = self._group_for("sums", tensor, axes)
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         group.all_reduce(total, self._call).wait()
         self.traffic.add("sums", 2 * total.nbytes * (group.size - 1) // group.size)
@@ -271,7 +282,7 @@ class LogicalDevices:
         return torch.cat(self._exchanged(piece, axes, "pieces"), dim)
 
     def _exchanged(self, tensor: torch.Tensor, axes: Sequence[int], kind: str) -> list[torch.Tensor]:
-        group = self._groups[tuple(axes)]
+        group = self._group_for(kind, tensor, axes)
         received = group.all_gather(tensor.detach().contiguous(), self._call)
         self.traffic.add(kind, tensor.nbytes * (group.size - 1))
         return received
@@ -280,9 +291,9 @@ class LogicalDevices:
         self, to_previous: torch.Tensor, to_next: torch.Tensor, axes: Sequence[int]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Give each neighbour along ``axes`` a tensor. What the previous and the next have given; None at the ends."""
-        group = self._groups[tuple(axes)]
-        index = group.rank
         flat = torch.cat([to_previous.detach().reshape(-1), to_next.detach().reshape(-1)])
+        group = self._group_for("edges", flat, axes)
+        index = group.rank
         received = group.all_gather(flat, self._call)
         self.traffic.add("edges", flat.nbytes * (group.size - 1))
         sizes = [to_previous.numel(), to_next.numel()]

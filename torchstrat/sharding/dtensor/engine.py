@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -328,7 +328,8 @@ class LogicalReplicas:
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
-        with self._surroundings():
+        calls = self.devices.calls
+        with self._surroundings(), nullcontext() if calls is None else calls.step():
             yield
         self._drawn = fingerprint([state_of()])[0]
 

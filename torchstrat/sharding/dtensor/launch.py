@@ -27,6 +27,7 @@ from torchstrat.sharding.annotations import ShardingRules
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, make_groups, make_mesh
 from torchstrat.sharding.dtensor.engine import LogicalReplicas
 from torchstrat.sharding.dtensor.replica_axis import OwnColumn, OwnColumnInPlace
+from torchstrat.sharding.dtensor.same_calls import SameCalls
 
 
 class Alone:
@@ -120,6 +121,7 @@ def replicas_of_processes(
             own,
             {chosen: groups.fastest(group) for chosen, group in within.items()},
             torch_device(device),
+            groups.same_calls(replicas, plan.rank // logical, logical),
         )
         made = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
 
@@ -152,6 +154,17 @@ class _Groups:
         if len(ranks) == 1:
             return Alone(ranks[0], self._everyone.timeout)
         return self._everyone.subgroup(ranks)
+
+    def same_calls(self, replicas: int, own: int, logical: int) -> SameCalls | None:
+        """Of the processes of replica ``own``; None where all talk in shared memory, which compares calls by itself.
+        Every process of the job calls it."""
+        if logical == 1 or isinstance(self._everyone, SharedMemoryCommunicator):
+            return None
+        channels = self._everyone.split()
+        of_replicas = [
+            channels.subgroup(tuple(range(replica * logical, (replica + 1) * logical))) for replica in range(replicas)
+        ]
+        return SameCalls(of_replicas[own])
 
     def fastest(self, group: Communicator) -> Communicator:
         """In shared memory, where the job is. The group's own processes call it."""
