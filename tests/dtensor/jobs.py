@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import dlpack
 
 import torchstrat as ts
 from tests.dtensor.training import TIMEOUT, batches_of, build, copied, make_optimizer, make_strategy
@@ -194,6 +195,58 @@ def _mapped(s: Any, m: Any, o: Any) -> None:
     s.run(lambda: torch.vmap(m[1])(torch.ones(4, m[1].in_features, dtype=m[1].weight.dtype)))
 
 
+def clipped(logical: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Norms of gradients that no backward pass has combined: left over by no_sync, and assigned by hand."""
+    torch.manual_seed(5)
+    with strategy_of("mlp", logical) as strategy:
+        with strategy.scope():
+            model = build("mlp").double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def own_rows() -> torch.Tensor:
+            replica: Any = ts.get_replica_context()
+            rows = torch.linspace(-1, 2, 48, dtype=torch.float64).reshape(8, 6)
+            return rows.chunk(replica.num_replicas_in_sync)[replica.replica_id_in_sync_group]
+
+        def clip() -> torch.Tensor:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        def assign() -> torch.Tensor:
+            for parameter in model.parameters():
+                parameter.grad = own_rows().mean() * torch.ones(parameter.shape, dtype=parameter.dtype)
+            return clip()
+
+        with strategy.no_sync():
+            strategy.run(lambda: model(own_rows()).square().mean().backward())
+        norms = [strategy.local_results(strategy.run(step))[0] for step in (clip, assign)]
+        return norms, copied(model.state_dict())
+
+
+def _with_parameter(s: Any, parameter: Any, use: Callable[[Any], Any]) -> None:
+    """In a step, where it is not the member of a module."""
+    s.run(lambda: use(parameter))
+
+
+def _given_one_of_two(parameter: Any) -> torch.Tensor:
+    first, other = torch.ones(2, *parameter.shape, dtype=parameter.dtype)
+    parameter.data = first
+    return other
+
+
+def _kept_whole(s: Any, m: Any, o: Any) -> None:
+    whole = torch.ones(m[1].weight.shape, dtype=m[1].weight.dtype)
+
+    def step() -> None:
+        m[1].weight.data = whole
+        _backward(m)
+        o.step()
+
+    s.run(step)
+
+
 MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     # what is said of a strategy, an MLP that is cut over two logical devices, and its optimizer
     "hooked": (
@@ -266,6 +319,34 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     "written to with a graph": (
         "UnsupportedError: mul_ .*; do it under torch.no_grad",
         lambda s, m, o: s.run(lambda: m[1].weight.mul_(2)),
+    ),
+    "packed by what asks no class": (
+        "UnsupportedError: a call that asks no class of tensors .* was given a tensor that is cut",
+        lambda s, m, o: _with_parameter(s, m[1].weight, dlpack.to_dlpack),
+    ),
+    "member packed by what asks no class": (
+        "UnsupportedError: a call that asks no class of tensors .* was given a tensor that is cut",
+        lambda s, m, o: s.run(lambda: dlpack.to_dlpack(m[1].weight)),
+    ),
+    "memory given to a plain tensor": (
+        "UnsupportedError: Tensor.data .* would give its memory to a tensor that is not cut",
+        lambda s, m, o: _with_parameter(s, m[1].weight, lambda one: setattr(torch.ones(1), "data", one)),
+    ),
+    "memory of a member given to a plain tensor": (
+        "UnsupportedError: Tensor.data .* would give its memory to a tensor that is not cut",
+        lambda s, m, o: s.run(lambda: setattr(torch.ones(1), "data", m[1].weight)),
+    ),
+    "given a whole tensor that is kept": (
+        r"UnsupportedError: Adam.step\(\) would step a variable .* memory of a tensor that is not cut like it",
+        _kept_whole,
+    ),
+    "given another shape": (
+        r"UnsupportedError: Tensor.data .* would become one of shape \(1,\)",
+        lambda s, m, o: s.run(lambda: setattr(m[1].weight, "data", torch.ones(1))),
+    ),
+    "given a part of something": (
+        "UnsupportedError: Tensor.data .* would share memory with what others are views of",
+        lambda s, m, o: s.run(lambda: _given_one_of_two(m[1].weight)),
     ),
     "compiled": (
         "^UnsupportedError: torch.compile of a function that works on tensors that are cut",

@@ -302,6 +302,79 @@ program("an_average_by_data")(partial(_averaged, copy.deepcopy, _by_data))
 program("an_average_by_lists")(partial(_averaged, copy.deepcopy, _by_lists))
 
 
+# -- memory that is given to variables ---------------------------------------------------------------------------------
+
+
+@program()
+def an_average_that_is_evaluated_and_put_away(one: Program) -> None:
+    """As averages of weights are evaluated: what a variable was is kept, and given back."""
+    averages: dict[str, torch.Tensor] = {}
+
+    def note() -> None:
+        for name, each in one.model.named_parameters():
+            before = averages.get(name)
+            averages[name] = each.data.clone() if before is None else 0.5 * before + 0.5 * each.data
+
+    def evaluate() -> torch.Tensor:
+        kept = {}
+        for name, each in one.model.named_parameters():
+            kept[name] = each.data
+            each.data = averages[name]
+        with torch.no_grad():
+            loss = one.loss(0)
+        for name, each in one.model.named_parameters():
+            each.data = kept[name]
+        return loss
+
+    for _ in range(2):
+        one.train(before_step=note)
+        one.run(evaluate)
+
+
+@program()
+def models_whose_elements_are_exchanged(one: Program) -> None:
+    with one.strategy.scope():
+        other = copy.deepcopy(one.model)
+
+    def exchange() -> None:
+        for first, second in zip(one.model.parameters(), other.parameters(), strict=True):
+            first.data, second.data = second.data, first.data
+
+    one.train()
+    one.run(exchange)
+    one.train()
+    one.seen.extend(copied(other.state_dict()).values())
+
+
+@program()
+def a_variable_that_shows_a_whole_tensor(one: Program) -> None:
+    """What is written to the tensor, as long as it is there, is written to the variable."""
+
+    def step() -> torch.Tensor:
+        whole = torch.linspace(0, 1, one.first.numel(), dtype=torch.float64).reshape(one.first.shape)
+        one.first.data = whole
+        whole.mul_(2)
+        del whole
+        one.first.data.mul_(0.5)
+        return one.loss(0).detach()
+
+    one.run(step)
+    one.train()
+
+
+@program()
+def a_gradient_that_is_kept_and_given_back(one: Program) -> None:
+    def try_another() -> None:
+        gradient = one.first.grad
+        assert gradient is not None
+        kept, gradient.data = gradient.data, 2 * gradient.data
+        one.seen.append(one.first.grad.sum())  # type: ignore[union-attr]
+        one.first.grad.data = kept  # type: ignore[union-attr]
+        one.seen.append(gradient.sum())
+
+    one.train(before_step=try_another)
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,12 @@ def test_programs_give_the_numbers_of_one_process(two_processes: Workers) -> Non
             same([*found[name][1].values()], [*state.values()], name)
 
 
+def test_what_no_backward_pass_has_combined_is_clipped_as_on_one_device(four_processes: Workers) -> None:
+    norms, state = jobs.clipped(1)
+    for found_norms, found in four_processes.run(jobs.clipped, 2):
+        same([*found_norms, *found.values()], [*norms, *state.values()], "clipped")
+
+
 def same(found: list[Any], expected: list[Any], name: str) -> None:
     assert len(found) == len(expected), name
     for one, other in zip(found, expected, strict=True):
@@ -255,15 +261,12 @@ def test_a_broken_rule_is_noticed(broken: str, two_processes: Workers) -> None:
 RAISE_WHERE_CUT = {
     # optimizers, and what is done to gradients
     *("adafactor", "third_party_optimizer", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe", "closure_of_sgd"),
-    *("clip_twice", "gradient_noise", "gradient_noise_drawn_in_step", "grad_scaler", "grad_scaler_overflow"),
-    *("grad_scaler_clip_overflow", "tensor_hooks", "gradient_penalty", "assigned_gradients"),
-    *("assigned_gradients_in_place", "func_grad"),
-    # writing to parameters, copying and replacing them
-    *("parameter_decay_first", "parameter_decay_last", "parameter_decay_through_data", "parameter_decay_between"),
-    *("parameter_clamp", "moving_average_in_step", "moving_average_outside", "averaged_model_in_step"),
-    *("averaged_model_outside", "deepcopy_in_step", "deepcopy_kept_between_steps", "assigned_state_dict"),
-    *("pruned_half_way", "pruned_for_a_while", "edited_between_steps", "evaluated_between_steps", "elements_set_aside"),
-    *("elements_exchanged_in_step", "elements_exchanged_outside"),
+    *("gradient_noise_drawn_in_step", "grad_scaler", "grad_scaler_overflow", "grad_scaler_clip_overflow"),
+    *("tensor_hooks", "assigned_gradients", "assigned_gradients_in_place", "func_grad"),
+    # writing to parameters outside of runs, copying and replacing them
+    *("moving_average_outside", "averaged_model_outside", "deepcopy_in_step", "deepcopy_kept_between_steps"),
+    *("assigned_state_dict", "pruned_half_way", "pruned_for_a_while", "edited_between_steps"),
+    *("evaluated_between_steps", "elements_set_aside", "elements_exchanged_outside"),
     # operators
     *("lstm", "transformer_encoder", "weight_norm", "blocks_over_the_whole_step", "channels_last", "compiled"),
     # variables made in a run, which are cut after it only: the case reads them before

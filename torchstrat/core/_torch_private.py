@@ -396,23 +396,24 @@ def new_hook_key() -> int:
 
 _clipping = importlib.import_module("torch.nn.utils.clip_grad")
 _group_for_clipping = look_up("_group_tensors_by_device_and_dtype", _clipping)
-_clipping_hooks: dict[int, Callable[[list[torch.Tensor]], None]] = {}
+clipping_hooks: dict[int, Callable[[list[torch.Tensor]], None]] = {}
+"""See `put_clipping_hook`."""
 
 
 def put_clipping_hook(key: int, hook: Callable[[list[torch.Tensor]], None]) -> None:
     """Call ``hook(gradients)`` before torch.nn.utils clips them, or takes their norm to do so. It may put other
     tensors into the list."""
-    _clipping_hooks[key] = hook
+    clipping_hooks[key] = hook
     vars(_clipping)["_group_tensors_by_device_and_dtype"] = _group_after_hooks
 
 
 def remove_clipping_hook(key: int) -> None:
-    _clipping_hooks.pop(key, None)
+    clipping_hooks.pop(key, None)
 
 
 def _group_after_hooks(lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    if _clipping_hooks and not torch.compiler.is_compiling():
-        for hook in tuple(_clipping_hooks.values()):
+    if clipping_hooks and not torch.compiler.is_compiling():
+        for hook in tuple(clipping_hooks.values()):
             hook(lists[0])
     return _group_for_clipping(lists, *args, **kwargs)
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, look_up
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, look_up, raise_on_data_pointer
 
 _spec_module = importlib.import_module("torch.distributed.tensor._dtensor_spec")
 _DTensorSpec = look_up("DTensorSpec", _spec_module)
@@ -33,7 +33,9 @@ def make_dtensor(
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = _TensorMeta(torch.Size(shape), stride, local.dtype)
     with WithoutSubclasses():
-        return kind(local, _DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+        made = kind(local, _DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    raise_on_data_pointer(made)  # it has no memory, and who asks no class would take a null pointer for one
+    return made
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ one, so that there are second derivatives as well.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -40,10 +41,18 @@ class CutTensor(DTensor):
     _whole_shape: torch.Size
     _variable: torch.Tensor | None
     """The parameter whose value it is in this step."""
+    _is_shown: bool
+    """Whether that has its memory now, for the backend to work on."""
     _is_value: bool
     """Whether its piece is the memory of a variable."""
     _is_gradient: bool
     """Whether its piece is the gradient of one."""
+    _gradient: torch.Tensor | None
+    """The gradient of a variable, where it is what the variable's ``grad`` is."""
+    _seen_gradient: weakref.ref[CutTensor] | None
+    """Of a variable: what its ``grad`` was when it was last asked for."""
+    _lender: weakref.ref[torch.Tensor] | None
+    """Whose memory it shows, where that is not cut like it."""
 
     @classmethod
     def __torch_function__(
@@ -112,7 +121,8 @@ def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTen
     shape = devices.axes.whole_shape(local.shape, cut)
     made: CutTensor = make_dtensor(CutTensor, local, shape, devices.mesh, devices.placements(cut))
     made._devices, made._cut, made._whole_shape = devices, cut, torch.Size(shape)
-    made._variable, made._is_value, made._is_gradient = None, False, False
+    made._variable, made._is_shown, made._is_value, made._is_gradient = None, False, False, False
+    made._gradient = made._seen_gradient = made._lender = None
     return made
 
 

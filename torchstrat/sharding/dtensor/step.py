@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,15 +13,24 @@ from torch import nn
 from torchstrat.core._torch_private import (
     DisableTorchDispatch,
     DisableTorchFunction,
+    clipping_hooks,
     optimizer_post_hooks,
     optimizer_pre_hooks,
+    raise_on_data_pointer,
 )
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
 from torchstrat.core.pieces import plain_kind
 from torchstrat.core.variables import VariableRegistry
+from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor
 from torchstrat.sharding.dtensor.operators import apply
+from torchstrat.sharding.dtensor.operators.data_attribute import (
+    both_are_asked,
+    require_own_memory,
+    show,
+    take_own_memory,
+)
 from torchstrat.sharding.dtensor.parameters import CutVariables
 
 
@@ -48,18 +57,50 @@ def _watched(kind: type) -> type:
 @contextmanager
 def _out_of_sight(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
     """A variable that a step uses directly, and not as the member of a module, is its stand-in too: in functions of
-    autograd, in what is computed again going backward, and in threads."""
+    autograd, in what is computed again going backward, and in threads. For calls that PyTorch reports to no class
+    (``to_dlpack``) it has no memory: they raise."""
     hidden: list[tuple[Any, type]] = []
     try:
         for stand_in in stand_ins.values():
             tensor: Any = stand_in._variable
             hidden.append((tensor, type(tensor)))
+            show(tensor, _no_memory_like(local_of(stand_in)))
             tensor._stand_in, tensor.__class__ = stand_in, _watched(type(tensor))  # type: ignore[arg-type]
         yield
     finally:
         for tensor, kind in hidden:
             tensor.__class__ = kind
+            show(tensor, local_of(tensor._stand_in))
             del tensor._stand_in
+
+
+@functools.cache
+def _no_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element, whose pointer nobody gets."""
+    with torch.inference_mode(False):
+        made = torch.zeros((), dtype=dtype, device=device)
+    raise_on_data_pointer(made)
+    return made
+
+
+def _no_memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    with WithoutSubclasses():
+        return _no_memory(tensor.dtype, tensor.device).expand(tensor.shape)
+
+
+@contextmanager
+def _with_memory(stand_ins: Iterable[CutTensor]) -> Iterator[None]:
+    """In this block variables have their pieces, for who works on these."""
+    shown = [one for one in stand_ins if not one._is_shown]
+    for one in shown:
+        show(one._variable, local_of(one))  # type: ignore[arg-type]
+        one._is_shown = True
+    try:
+        yield
+    finally:
+        for one in shown:
+            show(one._variable, _no_memory_like(local_of(one)))  # type: ignore[arg-type]
+            one._is_shown = False
 
 
 class StepSurroundings:
@@ -79,11 +120,14 @@ class StepSurroundings:
                 if self._variables.cut_in(optimizer):
                     _require_no_hooks(optimizer)
                     stack.enter_context(_quick_zero_grad(optimizer))
-            stack.enter_context(_backend_sees_pieces())
+            stack.callback(take_own_memory, stand_ins.values())
+            stack.enter_context(_backend_sees_pieces(stand_ins))
             stack.enter_context(_in_modules(self._registry.modules(), stand_ins))
             stack.enter_context(_out_of_sight(stand_ins))
-            stack.enter_context(_compiler_named())
+            stack.enter_context(both_are_asked())
+            stack.enter_context(_named())
             yield
+            require_own_memory(stand_ins.values(), "the end of the step would keep")
 
     def check_optimizers(self) -> None:
         """Raise `UnsupportedError` for an optimizer that is not known to step pieces right."""
@@ -101,12 +145,19 @@ class StepSurroundings:
 
 
 @contextmanager
-def _compiler_named() -> Iterator[None]:
-    """What the compiler makes of a refusal says what was compiled."""
+def _named() -> Iterator[None]:
+    """What the compiler makes of a refusal says what was compiled, and what PyTorch says of tensors without memory, of
+    what they are."""
     try:
         yield
     except RuntimeError as error:
         said = str(error)
+        if said.startswith("Cannot access data pointer of Tensor"):
+            raise UnsupportedError(
+                "a call that asks no class of tensors (torch.utils.dlpack.to_dlpack, an extension in C++) was given a "
+                "tensor that is cut over logical devices, of which a process has a piece only. Give it what "
+                f"strategy.replicate_to_logical_devices returns. (PyTorch said: {said[:100]})"
+            ) from error
         if not type(error).__module__.startswith("torch._dynamo") or "cut over logical devices" not in said:
             raise
         raise UnsupportedError(
@@ -116,7 +167,7 @@ def _compiler_named() -> Iterator[None]:
 
 
 @contextmanager
-def _backend_sees_pieces() -> Iterator[None]:
+def _backend_sees_pieces(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
     """In its hooks on all optimizers; those of the user's see stand-ins."""
     replaced = [
         (hooks, key, hook)
@@ -124,12 +175,15 @@ def _backend_sees_pieces() -> Iterator[None]:
         for key, hook in hooks.items()
         if _is_of_backend(hook)
     ]
+    before_clipping = [*clipping_hooks.items()]
     try:
         for hooks, key, hook in replaced:
-            hooks[key] = _on_pieces(hook)
+            hooks[key] = _on_pieces(hook, stand_ins.values())
+        for key, hook in before_clipping:
+            clipping_hooks[key] = _on_gradients(hook, stand_ins.values())
         yield
     finally:
-        for hooks, key, hook in replaced:
+        for hooks, key, hook in (*replaced, *((clipping_hooks, *one) for one in before_clipping)):
             if key in hooks:
                 hooks[key] = hook
 
@@ -138,12 +192,38 @@ def _is_of_backend(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torchstrat.")
 
 
-def _on_pieces(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _on_pieces(hook: Callable[..., Any], stand_ins: Collection[CutTensor] = ()) -> Callable[..., Any]:
+    """``stand_ins``: of variables whose values it needs."""
+
     def on_pieces(*args: object, **kwargs: object) -> Any:
-        with DisableTorchFunction():
+        with DisableTorchFunction(), _with_memory(stand_ins):
             return hook(*args, **kwargs)
 
     return on_pieces
+
+
+def _on_gradients(
+    hook: Callable[[list[torch.Tensor]], None], stand_ins: Collection[CutTensor]
+) -> Callable[[list[torch.Tensor]], None]:
+    """``hook`` may put other gradients into a list, and sees those of pieces there."""
+
+    def on_gradients(gradients: list[torch.Tensor]) -> None:
+        pieces = [_piece_of_gradient(one) for one in gradients]
+        given = [*pieces]
+        with DisableTorchFunction(), _with_memory(stand_ins):
+            hook(pieces)
+            now = {id(one._variable.grad): one for one in stand_ins}  # type: ignore[union-attr]
+        for place, piece in enumerate(pieces):
+            if place >= len(given) or piece is not given[place]:
+                of_variable = now.get(id(piece))
+                seen: Any = piece if of_variable is None else of_variable.grad
+                gradients[place : place + 1] = [seen]
+
+    return on_gradients
+
+
+def _piece_of_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._gradient if isinstance(tensor, CutTensor) and tensor._gradient is not None else tensor
 
 
 @contextmanager
@@ -186,7 +266,7 @@ def _in_sight(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         for one, kind in zip(hidden, kinds, strict=True):
             one.__class__ = plain_kind(kind)
-        with DisableTorchDispatch():
+        with DisableTorchDispatch(), _with_memory([getattr(one, STAND_IN) for one in hidden]):
             yield
     finally:
         for one, kind in zip(hidden, kinds, strict=True):
@@ -221,6 +301,9 @@ def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> No
                 f"{type(stepped).__name__}.step(closure) with parameters that are cut over logical devices; call "
                 "the closure's backward first, and step() without it."
             )
+        require_own_memory(
+            [getattr(one, STAND_IN) for one in variables.cut_in(stepped)], f"{type(stepped).__name__}.step() would step"
+        )
         with DisableTorchFunction(), _in_sight(stepped):
             bare_step(stepped)
         return (stand_in_of(type(stepped), vars(stepped), []), *args[1:]), kwargs

@@ -3,6 +3,7 @@
 from torchstrat.sharding.dtensor.operators import (
     contraction,
     convolution,
+    data_attribute,
     elementwise,
     losses,
     normalization,
@@ -16,6 +17,7 @@ __all__ = [
     "attention",
     "contraction",
     "convolution",
+    "data_attribute",
     "dropout",
     "elementwise",
     "embedding",

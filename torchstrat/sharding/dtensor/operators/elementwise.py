@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from torchstrat.core._torch_private import share_storage
 from torchstrat.core.operands import tensors_in
 from torchstrat.sharding.dtensor._torch_dtensor import local_of
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, requires_grad
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, requires_grad
 from torchstrat.sharding.dtensor.devices import Cut
+from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory
 from torchstrat.sharding.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of
 
 UNARY = (
@@ -78,17 +78,6 @@ def cast(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
     if call.name == "type_as":
         return call.leave(call.open(tensor).to(args[0].dtype), call.cut(tensor))
     return call.leave(call.function(call.open(tensor), *args, **kwargs), call.cut(tensor))
-
-
-_DATA: Any = torch.Tensor.data
-
-
-@rule("detach", _DATA.__get__)
-def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
-    """The same memory: of a variable, or of its gradient, it may be written to."""
-    found = cut_tensor(local_of(tensor).detach(), tensor._cut, call.devices)
-    found._is_value, found._is_gradient = tensor._is_value, tensor._is_gradient
-    return found
 
 
 @rule("to")
@@ -172,6 +161,7 @@ def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.T
         raise call.refused("would change it in place; write the result to a new tensor")
     if torch.is_grad_enabled() and any(requires_grad(one) for one in (target, *others)):
         raise call.refused("would change a variable as a part of what is differentiated; do it under torch.no_grad()")
+    require_own_memory([target], f"{call.name} would write to")
 
 
 @rule(*_OF_LISTS)
@@ -186,22 +176,6 @@ def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, *
         else:
             function(target, *own, **kwargs)
     return list(targets)
-
-
-@rule(_DATA.__set__)
-def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
-    """A copy: the pieces stay where they are. So nobody may have the memory that PyTorch would share."""
-    if (
-        isinstance(value, CutTensor)
-        and value._is_value
-        and not (isinstance(target, CutTensor) and share_storage(local_of(target), local_of(value)))
-    ):
-        raise call.refused(
-            "would give it the memory of another variable; copy the values instead: target.copy_(other), or "
-            "target.data = other.data.clone()"
-        )
-    with torch.no_grad():
-        in_place(Call(torch.Tensor.copy_, call.devices), target, value)
 
 
 def own_noise(call: Call, shape: torch.Size, cut: Cut, like: torch.Tensor, p: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ shapes and dtypes that this returned.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -324,8 +325,12 @@ def _gradient(tensor: CutTensor) -> torch.Tensor | None:
             "has the graph of backward(create_graph=True), which gets lost; leave parameters whole whose gradients a "
             "step differentiates (no sharding rule, no annotation)",
         )
+    seen = None if tensor._seen_gradient is None else tensor._seen_gradient()
+    if seen is not None and seen._gradient is gradient:
+        return seen  # one tensor, as in plain PyTorch: who gives it other memory does so for all who have it
     found = cut_tensor(gradient.detach(), tensor._cut, tensor._devices)
-    found._is_gradient = True
+    found._is_gradient, found._gradient = True, gradient
+    tensor._seen_gradient = weakref.ref(found)
     return found
 
 

@@ -1,0 +1,148 @@
+"""``tensor.data = …`` in a step, after which the tensor shows the memory of another one.
+
+A variable that is cut then shows a piece of the other tensor, which goes on being what it was: who keeps ``p.data``,
+gives ``p.data`` other elements, and then what was kept, has the first elements again. Of a tensor that is whole, or cut
+otherwise, the piece is a part of memory that the program knows by another name. There a write to the variable would
+change that tensor on each process in another place, so none is made as long as the program has it.
+
+PyTorch asks only the tensor that is given memory. A plain one would take over what is none: a `CutTensor` has no memory
+of its own, and the variable itself is this process's piece. So in a step ``torch.Tensor.data`` is `_Data`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from torchstrat.core._torch_private import DisableTorchFunction, tensors_in_storage
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, refused, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, rule
+
+_OWN: Any = torch.Tensor.data
+_NAME = "Tensor.data"
+
+
+class _Data:
+    """``torch.Tensor.data``, which also asks the tensor whose memory is given."""
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+        """PyTorch tells classes of tensors what it finds at ``torch.Tensor``: its own, which they know."""
+        return _OWN if tensor is None else _OWN.__get__(tensor)
+
+    def __set__(self, tensor: torch.Tensor, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            is_cut = isinstance(value, CutTensor) or STAND_IN in value.__dict__
+            if is_cut and not isinstance(tensor, CutTensor) and STAND_IN not in tensor.__dict__:
+                raise refused(_NAME, "would give its memory to a tensor that is not cut, and a process has a piece")
+        _OWN.__set__(tensor, value)
+
+
+_DATA = _Data()
+_steps = 0
+
+
+@contextmanager
+def both_are_asked() -> Iterator[None]:
+    """In this block ``tensor.data = value`` asks the class of ``value``, too."""
+    global _steps
+    _steps += 1
+    torch.Tensor.data = _DATA  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _steps -= 1
+        if not _steps:
+            del torch.Tensor.data
+
+
+def show(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Have ``tensor``, which is not cut, show the memory of ``memory``, whatever class it is of."""
+    with DisableTorchFunction():
+        _OWN.__set__(tensor, memory)
+
+
+@rule("detach", _OWN.__get__)
+def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
+    """The same memory: of a variable, or of its gradient, it may be written to."""
+    found = cut_tensor(local_of(tensor).detach(), tensor._cut, call.devices)
+    found._is_value, found._is_gradient, found._lender = tensor._is_value, tensor._is_gradient, tensor._lender
+    return found
+
+
+@rule(_OWN.__set__)
+def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
+    if not isinstance(target, CutTensor):
+        raise call.refused("would give its memory to a tensor that is not cut, and a process has a piece")
+    if not (target._is_value or target._is_gradient):
+        raise call.refused("would change it in place; write the result to a new tensor")
+    _require_alike(call, target, value)
+    lender: weakref.ref[torch.Tensor] | None = None
+    if isinstance(value, CutTensor) and value._cut == target._cut:
+        memory, lender = local_of(value), value._lender
+        if not (value._is_value or value._is_gradient):
+            _require_unshared(call, value)
+    else:
+        if isinstance(value, CutTensor) and (value._is_value or value._is_gradient):
+            raise call.refused("of another cut would become what the two have in common; give it value.clone()")
+        lender = weakref.ref(_require_unshared(call, value))
+        with torch.no_grad():
+            memory = call.enter(value.detach(), target._cut, ())
+    own = local_of(target)
+    with WithoutSubclasses():
+        memory = memory.detach()
+        _OWN.__set__(own, memory)
+        increment_version(own)  # what autograd has saved of it is another memory
+        if target._gradient is not None:
+            _OWN.__set__(target._gradient, memory)
+            increment_version(target._gradient)
+    target._lender = lender
+
+
+def _require_alike(call: Call, target: CutTensor, value: torch.Tensor) -> None:
+    if shape_of(value) != target._whole_shape or value.dtype != target.dtype or value.layout != torch.strided:
+        raise call.refused(
+            f"of shape {tuple(target._whole_shape)} and {target.dtype} would become one of shape "
+            f"{tuple(shape_of(value))} and {value.dtype}; a variable stays what it is"
+        )
+    if not isinstance(value, CutTensor) and value.device != call.devices.device:
+        raise call.refused(f"would move it to {value.device}; pieces stay on their logical devices")
+
+
+def _require_unshared(call: Call, value: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares memory with others is known by them, too, and these are not asked. Returned is the tensor
+    that lasts as long as anybody has this one: what it is a view of, or itself."""
+    with WithoutSubclasses():
+        memory = local_of(value) if isinstance(value, CutTensor) else value
+        base = memory._base
+        if tensors_in_storage(memory) > 1 + (base is not None) or not memory.untyped_storage().resizable():
+            raise call.refused("would share memory with what others are views of; give it value.clone()")
+    return value if base is None or isinstance(value, CutTensor) else base
+
+
+def require_own_memory(tensors: Iterable[CutTensor], what: str) -> None:
+    """Raise `UnsupportedError` for one that shows memory of a tensor that is whole, or cut otherwise, and still there.
+    ``what``: is about to write to it."""
+    for tensor in tensors:
+        if tensor._lender is not None and tensor._lender() is not None:
+            raise UnsupportedError(
+                f"{what} a variable that is cut over logical devices, of shape {tuple(tensor._whole_shape)}. In this "
+                "step it was given the memory of a tensor that is not cut like it, and which the program still has "
+                "(variable.data = tensor): that would change on each process in another place. Copy its values "
+                "instead, variable.data = tensor.clone()."
+            )
+
+
+def take_own_memory(tensors: Iterable[CutTensor]) -> None:
+    """At the end of a step: of what has been given to them whole, keep the piece."""
+    for tensor in tensors:
+        if tensor._lender is not None:
+            with WithoutSubclasses():
+                _OWN.__set__(local_of(tensor), local_of(tensor).clone(memory_format=torch.contiguous_format))
+            tensor._lender = None
