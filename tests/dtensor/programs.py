@@ -302,6 +302,22 @@ program("an_average_by_data")(partial(_averaged, copy.deepcopy, _by_data))
 program("an_average_by_lists")(partial(_averaged, copy.deepcopy, _by_lists))
 
 
+@program()
+def tables_by_parameters(one: Program) -> None:
+    """Made outside of runs, and looked up in steps: by the object, and by its number."""
+    rates = {id(each): 0.5 + place for place, each in enumerate(one.model.parameters())}
+    places = {each: place for place, each in enumerate(one.model.parameters())}
+
+    def scale() -> None:
+        for each in one.model.parameters():
+            assert each.grad is not None
+            each.grad.mul_(rates.get(id(each), 1.0))
+            one.seen.append([places.get(each), isinstance(each, nn.Parameter)])
+            one.seen.append([any(each is other for other in one.optimizer.param_groups[0]["params"])])
+
+    one.train(before_step=scale)
+
+
 # -- memory that is given to variables ---------------------------------------------------------------------------------
 
 

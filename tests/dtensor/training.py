@@ -94,7 +94,7 @@ def train(kind: str, logical: int, dtype_name: str) -> Outcome:
             loss = functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
-            kinds.update({name: type(parameter).__name__ for name, parameter in model.named_parameters()})
+            kinds.update({name: type(parameter.detach()).__name__ for name, parameter in model.named_parameters()})
             return loss.detach()
 
         losses, sent = [], []

@@ -315,8 +315,9 @@ def numbers(value: Any, plain: Any = testing._numbers) -> dict[str, Any]:
     if not isinstance(value, nn.Module):
         return plain(value)  # type: ignore[no-any-return]
     found = {**dict(value.named_parameters()), **dict(value.named_buffers())}
-    if any(isinstance(one, CutTensor) for one in found.values()):  # read in a run
-        return {name: one.full_tensor() if isinstance(one, CutTensor) else one for name, one in found.items()}
+    seen = {name: one.detach() for name, one in found.items()}
+    if any(isinstance(one, CutTensor) for one in seen.values()):  # read in a run
+        return {name: one.full_tensor() if isinstance(one, CutTensor) else one for name, one in seen.items()}
     return {name: one for name, one in value.state_dict(keep_vars=False).items() if name in found}
 
 

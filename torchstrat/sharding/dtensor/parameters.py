@@ -6,7 +6,7 @@ A parameter stays one Python object, which modules, optimizers and the user hold
   to change by mistake; ``state_dict()`` and checkpoints put the whole together, and take it apart again. If the piece
   has a gradient, it has one like itself, and where it is set to None there (``zero_grad()``), so is the piece's.
 * for the engine and the optimizer, in `run`: a plain leaf, this process's piece. Its gradient is the piece's.
-* for the step: in the modules stands a `CutTensor` in its place, which autograd leads back to the leaf.
+* for the step: by its class (`torchstrat.sharding.dtensor.step`) a `CutTensor`, which autograd leads back to the leaf.
 
 First values of variables that were made on ``meta``: each process draws all of them and keeps its piece.
 

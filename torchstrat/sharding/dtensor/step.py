@@ -1,4 +1,4 @@
-"""What a step runs in: modules with `CutTensor`s where parameters are cut, and optimizers that step pieces."""
+"""What a step runs in: parameters that are `CutTensor`s where they are cut, and optimizers that step pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchstrat.core._torch_private import (
     DisableTorchDispatch,
@@ -17,6 +16,7 @@ from torchstrat.core._torch_private import (
     optimizer_post_hooks,
     optimizer_pre_hooks,
     raise_on_data_pointer,
+    uncompiled,
 )
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
@@ -33,12 +33,23 @@ from torchstrat.sharding.dtensor.operators.data_attribute import (
 )
 from torchstrat.sharding.dtensor.parameters import CutVariables
 
+_OF_CUT_TENSORS = ("full_tensor", "to_local", "redistribute", "share_memory_", "storage_offset", "const_data_ptr")
+"""Methods of `CutTensor` that are no functions of tensors, or of which PyTorch tells nobody."""
+
+
+def _of_stand_in(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: object, **kwargs: object) -> Any:
+        return getattr(getattr(self, STAND_IN), name)(*args, **kwargs)
+
+    return method
+
 
 @functools.cache
 def _watched(kind: type) -> type:
     """``kind`` whose instances stay out of sight: what is done with one is done with its stand-in. The backend's own
     work, under `DisableTorchFunction`, sees the piece."""
 
+    @uncompiled
     def of_stand_ins(
         cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -49,6 +60,7 @@ def _watched(kind: type) -> type:
         "__torch_function__": classmethod(of_stand_ins),
         "__deepcopy__": lambda self, memo: getattr(self, STAND_IN).__deepcopy__(memo),  # parameters have their own
         "__reduce_ex__": lambda self, protocol: getattr(self, STAND_IN).__reduce_ex__(protocol),
+        **{name: _of_stand_in(name) for name in _OF_CUT_TENSORS},
     }
     made: type = type(kind)(kind.__name__, (kind,), members)
     return made
@@ -56,9 +68,9 @@ def _watched(kind: type) -> type:
 
 @contextmanager
 def _out_of_sight(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
-    """A variable that a step uses directly, and not as the member of a module, is its stand-in too: in functions of
-    autograd, in what is computed again going backward, and in threads. For calls that PyTorch reports to no class
-    (``to_dlpack``) it has no memory: they raise."""
+    """What a step does with a variable is done with its stand-in, also in functions of autograd, in what is computed
+    again going backward, and in threads; the object is the one that modules, optimizers and tables have. For calls that
+    PyTorch reports to no class (``to_dlpack``) it has no memory: they raise."""
     hidden: list[tuple[Any, type]] = []
     try:
         for stand_in in stand_ins.values():
@@ -122,7 +134,6 @@ class StepSurroundings:
                     stack.enter_context(_quick_zero_grad(optimizer))
             stack.callback(take_own_memory, stand_ins.values())
             stack.enter_context(_backend_sees_pieces(stand_ins))
-            stack.enter_context(_in_modules(self._registry.modules(), stand_ins))
             stack.enter_context(_out_of_sight(stand_ins))
             stack.enter_context(both_are_asked())
             stack.enter_context(_named())
@@ -224,24 +235,6 @@ def _on_gradients(
 
 def _piece_of_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._gradient if isinstance(tensor, CutTensor) and tensor._gradient is not None else tensor
-
-
-@contextmanager
-def _in_modules(modules: Iterator[nn.Module], stand_ins: dict[int, CutTensor]) -> Iterator[None]:
-    replaced: list[tuple[nn.Module, str, nn.Parameter, CutTensor]] = []
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in stand_ins:
-                replaced.append((module, name, parameter, stand_ins[id(parameter)]))
-    try:
-        for module, name, _, stand_in in replaced:
-            module._parameters[name] = stand_in  # type: ignore[assignment]
-        yield
-    finally:
-        for module, name, parameter, stand_in in replaced:
-            now: Any = module._parameters.get(name)
-            if now is stand_in:  # else the step has replaced it
-                module._parameters[name] = parameter
 
 
 @contextmanager

@@ -314,7 +314,7 @@ def _without_rule(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _gradient(tensor: CutTensor) -> torch.Tensor | None:
     if tensor._variable is None:
         with WithoutSubclasses():
-            return tensor.grad
+            return tensor.grad if tensor.is_leaf or tensor.retains_grad else None  # compilers ask, and PyTorch warns
     with WithoutSubclasses():
         gradient = tensor._variable.grad
     if gradient is None:
