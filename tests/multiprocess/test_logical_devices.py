@@ -272,9 +272,9 @@ RAISE_WHERE_CUT = {
     # variables made in a run, which are cut after it only: the case reads them before
     *("built_in_run", "built_in_run_drawn", "everything_made_in_first_run"),
     # steps that engines easily get wrong
-    *("sharpness_aware", "group_added_in_step", "lookahead_without_hooks", "update_by_hand", "spectral_norm"),
+    *("sharpness_aware", "lookahead_without_hooks", "update_by_hand", "spectral_norm"),
     *("weights_exchanged_as_a_vector", "gradients_given_between_steps", "parametrized_half_way"),
-    *("edited_in_numpy_half_way", "lazy_layer_behind_the_hooks", "inner_optimizer_over_a_copy"),
+    *("edited_in_numpy_half_way", "inner_optimizer_over_a_copy"),
 }
 ALWAYS = (
     "several_backwards",
