@@ -19,6 +19,7 @@ MODULES: Mapping[str, str] = {
     "ps_state": "tests.matrix.ps_state",
     "ps_writes": "tests.matrix.ps_writes",
     "ps_objects": "tests.matrix.ps_objects",
+    "ps_buffers": "tests.matrix.ps_buffers",
     "round_trips": "tests.matrix.round_trips",
     "batches": "tests.matrix.batches",
     "lifetimes": "tests.matrix.lifetimes",

@@ -148,11 +148,13 @@ SAME_AS = "torchstrat: same as"
 Modes = Mapping[Any, Any]
 """Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient;
 `DEFAULT_DTYPE` → that of the program; `SURROUNDINGS` → `PlainSettings` of the thread that has scheduled;
-`AGGREGATIONS` → variable → `VariableAggregation` of buffers; `NUM_WORKERS` → how many the cluster's description has."""
+`AGGREGATIONS` → variable → `VariableAggregation` of buffers; `SHARED` → variable → whose memory it shows, too;
+`NUM_WORKERS` → how many the cluster's description has."""
 
 DEFAULT_DTYPE = ("torch", "default_dtype")
 SURROUNDINGS = ("torch", "surroundings")
 AGGREGATIONS = ("buffers", "aggregations")
+SHARED = ("buffers", "shared")
 NUM_WORKERS = ("cluster", "num_workers")
 
 

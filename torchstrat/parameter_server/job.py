@@ -495,6 +495,7 @@ class Job:
         modes |= self._attributes.changed([*modules, *optimizers])
         modes[dispatch.DEFAULT_DTYPE] = torch.get_default_dtype()
         modes[dispatch.AGGREGATIONS] = self.variables.aggregations()
+        modes[dispatch.SHARED] = dict(self.variables.shared)
         modes[dispatch.NUM_WORKERS] = self.num_workers
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 

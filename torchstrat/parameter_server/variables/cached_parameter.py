@@ -194,6 +194,22 @@ def shares_memory(name: str, other: str) -> UnsupportedError:
     )
 
 
+def shared_buffer(name: str, other: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"a scheduled function changes {name}, which shares its memory with {other} on the coordinator. On parameter "
+        "servers and workers each has its own, so that the other would not follow. Keep one of them, and take the view "
+        "of it where it is used; or begin with a copy: .clone()."
+    )
+
+
+def no_longer_one(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"several modules have one tensor as their buffer {name}, and one of them has got another tensor in its place. "
+        "On parameter servers they stay one. Change it in place (copy_), put the new one into all of them, or give "
+        "each module a .clone() within the scope."
+    )
+
+
 def require_own_memory(call: TensorCall, copies: Iterable[Any]) -> None:
     """Before a call that may give a variable other memory: it is not to be that of another one."""
     memory = call.args[1] if call.func in (_DATA_SET, _SET) and len(call.args) > 1 else None

@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -80,14 +80,19 @@ class CoordinatorCache:
         copy = self._copies[spec.number] = self._new(spec, tensor)
         copy.read_at = self.now() if is_current else None
 
-    def replace(self, number: int, tensor: torch.Tensor) -> None:
-        """The program has put ``tensor`` in the place of what stood for a variable: that is to be its value."""
-        copy = self._copies[number]
-        if copy.tensor() is not tensor:
-            spec = copy.spec
+    def replace(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """The program has put these in the places of what stood for variables: they are to be the values. One that has
+        stood for another variable gets that one's value before."""
+        moved: list[Any] = [alias.holder for one in tensors.values() if (alias := alias_of(one)) is not None]
+        if behind := [copy for copy in moved if not self.is_current(copy)]:
+            self.bring(behind)
+        specs = {number: self._copies[number].spec for number in tensors}
+        for number, tensor in tensors.items():
             self.release(number)
-            copy = self._copies[number] = self._new(spec, tensor)
-            copy.is_replaced = True
+            let_alone(tensor)
+        for number, spec in specs.items():
+            self._copies[number] = self._new(spec, tensors[number])
+            self._copies[number].is_replaced = True
 
     def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
         if self.is_on:
@@ -137,7 +142,7 @@ class CoordinatorCache:
             yield
 
     def is_current(self, copy: CachedVariable) -> bool:
-        """Whether it has the servers' value, which nothing changes but the program."""
+        """Whether it has the servers' value, which only the program changes."""
         return copy.read_at == self.now() and copy.read_at[1] == 0
 
     def is_fresh(self, alias: Alias | None) -> bool:
@@ -188,8 +193,7 @@ class CoordinatorCache:
         self._read(copies)
 
     def _next_after(self, copies: Sequence[CachedVariable]) -> list[CachedVariable]:
-        """Copies that are not current, in order of creation after these: more of them each time that something had to
-        be brought, since a program that reads one parameter after another will ask for all of them."""
+        """Copies that are not current, in order of creation after these, more each time: who reads one reads all."""
         when, brought = self._ahead
         now = self.now()
         limit = min(max(brought * 4, _LEAST_AHEAD_BYTES), _MOST_AHEAD_BYTES) if when == now else _LEAST_AHEAD_BYTES
@@ -273,8 +277,7 @@ class CoordinatorCache:
         return result
 
     def write_without_values(self, copy: CachedVariable, call: TensorCall) -> Any:
-        """Make a call that changes a table on ``meta``, of which the coordinator has no values: the servers do the same
-        to theirs."""
+        """Make a call that changes a table on ``meta``, of which only the servers have values."""
         self._require_here([copy])
         tensor = copy.tensor()
         assert tensor is not None
@@ -395,8 +398,7 @@ class CoordinatorCache:
         self._copies[spec.number].grow(spec)
 
     def bring_new_rows(self, spec: VariableSpec, first: int) -> None:
-        """Those that a variable has got, so that what is here is something that was read. The others may have changed:
-        who reads them brings them."""
+        """Those that a variable has got, so that what is here is something that was read."""
         if not self._copies[spec.number].is_meta:
             self._bring_rows_now(self._copies[spec.number], torch.arange(first, spec.shape[0]))
 

@@ -32,7 +32,7 @@ from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Token, token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables import class_attributes
-from torchstrat.parameter_server.variables.cached_parameter import shares_memory
+from torchstrat.parameter_server.variables.cached_parameter import no_longer_one, shares_memory
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
@@ -92,9 +92,11 @@ class CapturedVariables:
         self._specs: dict[int, VariableSpec] = {}
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}  # by id of the tensor
-        self._buffers: dict[int, _Slot] = {}
+        self._buffers: dict[int, list[_Slot]] = {}  # one, or as many as modules have the same tensor
         self._buffer_ids: dict[int, int] = {}  # of the tensor that was last seen there
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
+        self.shared: dict[int, str] = {}
+        """Buffers that show memory of another variable, by number, with its name."""
         self._beside: dict[int, VariableSpec] = {}
         self._to_create: list[VariableSpec] = []
         self._conflicts: set[int] = set()  # that were warned of
@@ -125,7 +127,7 @@ class CapturedVariables:
     def tensor(self, number: int) -> torch.Tensor | None:
         """The coordinator's copy; None when the program has dropped it."""
         if number in self._buffers:
-            return self._buffers[number].tensor
+            return self._slot(number).tensor
         reference = self._parameters.get(number)
         return None if reference is None else reference()
 
@@ -140,8 +142,14 @@ class CapturedVariables:
         return [spec for spec in list(self._specs.values()) if self._is_there(spec.number)]
 
     def _is_there(self, number: int) -> bool:
-        slot = self._buffers.get(number)
-        return slot.module() is not None if slot is not None else self.tensor(number) is not None
+        if number in self._buffers:
+            return self._slot(number).module() is not None
+        return self.tensor(number) is not None
+
+    def _slot(self, number: int) -> _Slot:
+        """Of a buffer: one whose module is there, if there is any."""
+        slots = self._buffers[number]
+        return slots[0] if len(slots) == 1 else next((one for one in slots if one.module() is not None), slots[0])
 
     def parameters(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
         """Every parameter that the program still has."""
@@ -189,25 +197,28 @@ class CapturedVariables:
         for name, slot in self._registry.named_buffer_slots().items():
             if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
                 self._place_buffer(name, slot)
-        self._follow_buffers()
-        if self._to_create:
-            self._require_own_memory()
+        changed = {*self._follow_buffers(), *(spec.number for spec in self._to_create)}
+        if changed:
+            self._require_own_memory(changed)
 
-    def _require_own_memory(self) -> None:
-        """Of two variables that show the same memory here, each would have its own on the servers and on workers.
-        Buffers may: two layers have one mask."""
-        new = {spec.number for spec in self._to_create}
+    def _require_own_memory(self, new: Collection[int]) -> None:
+        """Of two variables that show the same memory here, each has its own on the servers and on workers. Buffers may:
+        two layers have parts of one mask. They are `shared` then, and no function may change them."""
         held: dict[int, list[tuple[VariableSpec, torch.Tensor]]] = {}
         with DisableTorchFunctionSubclass():
             for number, spec in self._specs.items():
                 tensor = self.tensor(number)
                 if tensor is not None and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
                     held.setdefault(tensor.untyped_storage().data_ptr(), []).append((spec, tensor))
+            self.shared.clear()
             for together in held.values():
                 for (spec, tensor), (other, its_tensor) in combinations(together, 2):
+                    is_of_buffers = spec.kind == other.kind == "buffer"
                     is_new = spec.number in new or other.number in new
-                    if is_new and "parameter" in (spec.kind, other.kind) and overlap(tensor, its_tensor):
-                        raise shares_memory(other.name, spec.name)
+                    if (is_of_buffers or is_new) and overlap(tensor, its_tensor):
+                        if not is_of_buffers:
+                            raise shares_memory(other.name, spec.name)
+                        self.shared |= {spec.number: other.name, other.number: spec.name}
 
     def to_create(self) -> list[VariableSpec]:
         """What has a place and is not on the servers yet, as far as the program still has it."""
@@ -235,12 +246,13 @@ class CapturedVariables:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        tensor, slot = self.tensor(number), self._buffers.get(number)
+        tensor = self.tensor(number)
         if tensor is not None and self._numbers.get(id(tensor)) == number:  # it was let go
             del self._numbers[id(tensor)]
-        if slot is not None and self._slots.get(slot.key) == number:
-            del self._slots[slot.key]
-        for table in (self._specs, self._parameters, self._buffers, self._whole_for):
+        for slot in self._buffers.get(number, ()):
+            if self._slots.get(slot.key) == number:
+                del self._slots[slot.key]
+        for table in (self._specs, self._parameters, self._buffers, self._whole_for, self.shared):
             table.pop(number, None)
         self._cache.release(number)
         key = self._buffer_ids.pop(number, None)
@@ -280,22 +292,33 @@ class CapturedVariables:
 
     def _place_buffer(self, name: str, slot: BufferSlot) -> None:
         assert slot.tensor is not None
-        spec = self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
+        tied = self._tied(name, slot.tensor)
+        spec = tied or self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
         token, key = token_of_spec(spec), (id(slot.module), slot.name)
-        slots, died, cache, number = self._slots, self._died, self._cache, spec.number
+        slots, buffers, died, cache, number = self._slots, self._buffers, self._died, self._cache, spec.number
 
         def forget(_: object) -> None:
             slots.pop(key, None)
+            if any(one.module() is not None for one in buffers.get(number, ())):
+                return
             kept = cache.tensor(number)
             if kept is None:
                 died(token)
             else:  # a statistic that outlives its layer, or one that is about to go with it
                 weakref.finalize(kept, died, token).atexit = False
 
-        self._buffers[spec.number] = _Slot(weakref.ref(slot.module, forget), key)
-        self._slots[key] = spec.number
-        self._buffer_ids[spec.number] = id(slot.tensor)
-        self._register(spec, slot.tensor)
+        buffers.setdefault(number, []).append(_Slot(weakref.ref(slot.module, forget), key))
+        slots[key] = number
+        if tied is None:
+            self._buffer_ids[number] = id(slot.tensor)
+            self._register(spec, slot.tensor)
+
+    def _tied(self, name: str, tensor: torch.Tensor) -> VariableSpec | None:
+        """The variable that it is already, as the buffer of another module."""
+        spec = self.spec_of(tensor)
+        if spec is not None and spec.number not in self._buffers:
+            raise shares_memory(name, spec.name)
+        return spec
 
     def _register(self, spec: VariableSpec, tensor: torch.Tensor) -> None:
         self._specs[spec.number] = spec
@@ -306,15 +329,27 @@ class CapturedVariables:
         """The class of the optimizer because of which a variable is not cut; empty if it is not for any."""
         return self._whole_for.get(spec.number, "")
 
-    def _follow_buffers(self) -> None:
-        """Modules may have put another tensor in a buffer's place."""
-        for number, slot in self._buffers.items():
-            tensor, before = slot.tensor, self._buffer_ids[number]
+    def _follow_buffers(self) -> list[int]:
+        """Modules may have put another tensor in a buffer's place. The numbers of those buffers."""
+        replaced = []
+        for number, slots in self._buffers.items():
+            tensor, before = self._slot(number).tensor, self._buffer_ids[number]
+            if len(slots) > 1:
+                self._require_one(number, slots)
             if tensor is not None and id(tensor) != before:
+                other = self.spec_of(tensor)
+                if other is not None:
+                    raise shares_memory(self._specs[number].name, other.name)
                 if self._numbers.get(before) == number:
                     del self._numbers[before]
                 self._numbers[id(tensor)] = number
                 self._buffer_ids[number] = id(tensor)
+                replaced.append(number)
+        return replaced
+
+    def _require_one(self, number: int, slots: Sequence[_Slot]) -> None:
+        if len({id(slot.tensor) for slot in slots if slot.module() is not None}) > 1:
+            raise no_longer_one(self._specs[number].name)
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
@@ -322,7 +357,8 @@ class CapturedVariables:
         """What the program has set, of buffers, by the numbers of their variables."""
         rules = self._registry.buffer_rules
         found: dict[int, VariableAggregation] = {}
-        for number, slot in self._buffers.items() if rules else ():
+        every = ((number, slot) for number, slots in self._buffers.items() for slot in slots)
+        for number, slot in every if rules else ():
             module = slot.module()
             aggregation = None if module is None else rules.get(module, slot.name)
             if aggregation is VariableAggregation.NONE:
@@ -340,7 +376,7 @@ class CapturedVariables:
         have written to some by hand, in a parameter; but for what was warned of."""
         if wrote_parameters and not self._has_warned_of_writes:
             return True
-        modules = ((slot.module(), slot.name) for slot in self._buffers.values())
+        modules = ((slot.module(), slot.name) for slots in self._buffers.values() for slot in slots)
         return any(module is not None and not is_statistic(module, name) for module, name in modules)
 
     def warn_of_conflicts(self, numbers: Iterable[int]) -> None:
@@ -353,7 +389,7 @@ class CapturedVariables:
             self._has_warned_of_writes = True
             warnings.warn(_WRITTEN_TOO.format(", ".join(names[:_MOST_NAMES])), stacklevel=3)
         for spec in specs:
-            slot = self._buffers.get(spec.number)
+            slot = self._slot(spec.number) if spec.number in self._buffers else None
             if slot is not None and (module := slot.module()) is not None:
                 message = _CHANGED_TOO.format(spec.name, repr(slot.name), type(module).__name__)
                 warnings.warn(message, stacklevel=3)
@@ -374,8 +410,8 @@ class CapturedVariables:
             for reference in self._parameters.values():
                 tensor = reference()
                 found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
-            for number, slot in self._buffers.items():
-                tensor = slot.tensor
+            for number in self._buffers:
+                tensor = self._slot(number).tensor
                 is_known = self._cache.tensor(number) is tensor
                 found += (None, None) if tensor is None else (tensor._version, is_known)
         return found
@@ -386,9 +422,10 @@ class CapturedVariables:
 
     def follow_replaced(self) -> None:
         """Modules may have put another tensor in a buffer's place: that is its value."""
-        for number, slot in self._buffers.items():
-            if slot.tensor is not None and self._cache.tensor(number) is not slot.tensor:
-                self._cache.replace(number, slot.tensor)
+        now = ((number, self._slot(number).tensor) for number in self._buffers)
+        replaced = {n: one for n, one in now if one is not None and self._cache.tensor(n) is not one}
+        if replaced:
+            self._cache.replace(replaced)
 
 
 def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:

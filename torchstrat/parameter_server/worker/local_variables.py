@@ -21,7 +21,7 @@ from torchstrat.core.errors import CommunicationError, InvalidArgumentError, Uns
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import is_same, overlap
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.cached_parameter import grow_gradient
+from torchstrat.parameter_server.variables.cached_parameter import grow_gradient, no_longer_one, shared_buffer
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome, VariableAccess, VariableEdit
 from torchstrat.parameter_server.worker.stand_ins import (
     Arrivals,
@@ -39,7 +39,8 @@ from torchstrat.parameter_server.worker.table_parameter import TableLookups, Tab
 
 class BufferEdits:
     """The rule by which changes of several workers come together. ``aggregations``: by variable, what the program has
-    set (`StrategyExtended.set_aggregation`). ``is_shared``: whether there are other workers.
+    set (`StrategyExtended.set_aggregation`). ``shared``: whose memory a variable shows, too, on the coordinator.
+    ``is_shared``: whether there are other workers.
 
     Integral buffers, and those that are set to be sums, go as differences, so that every worker's changes count.
     Others go as they are. Where another worker has changed one meanwhile, the difference is added to running statistics
@@ -48,12 +49,15 @@ class BufferEdits:
 
     def __init__(self) -> None:
         self.aggregations: Mapping[int, VariableAggregation] = {}
+        self.shared: Mapping[int, str] = {}
         self.is_shared = False
 
     def edit_of(
         self, spec: VariableSpec, current: torch.Tensor, reference: torch.Tensor, *, is_statistic: bool
     ) -> VariableEdit:
         """``reference``: its value when it was read."""
+        if spec.number in self.shared:
+            raise shared_buffer(spec.name, self.shared[spec.number])
         aggregation = self.aggregations.get(spec.number)
         is_inexact = current.is_floating_point() or current.is_complex()
         if current.dtype != torch.bool and (aggregation is VariableAggregation.SUM or not is_inexact):
@@ -366,9 +370,13 @@ class Copies:
         # Not counted as a change in place, as with parameters that are not stepped: it may come between a forward and
         # its backward, when another model's optimizer steps.
         buffer = self._buffer(spec)
-        if buffer.shape != value.shape:  # a function has put another one there, and was refused
+        if buffer.shape != value.shape or buffer.dtype != value.dtype:  # of a function, which was refused
             buffer.data = torch.empty_like(value, device=self._device)
         buffer.data.copy_(value)
+        slots = self._slots.get(spec.number, ())
+        for known, name in slots if len(slots) > 1 else ():
+            if (module := known()) is not None:
+                module._buffers[name] = buffer
         self._reference[spec.number] = value.to(self._device, copy=True)
 
     def _is_statistic(self, spec: VariableSpec) -> bool:
@@ -385,6 +393,13 @@ class Copies:
             if current is not None:
                 return current
         return self._tensors[spec.number]
+
+    def _require_one(self, spec: VariableSpec) -> None:
+        """Modules have one buffer, and a function may have put another tensor into one of them."""
+        current = self._buffer(spec)
+        for known, name in self._slots[spec.number]:
+            if (module := known()) is not None and module._buffers.get(name) is not current:
+                raise no_longer_one(spec.name)
 
     def bring_table(self, table: TableParameter) -> None:
         """See `TablesHolder`."""
@@ -444,7 +459,7 @@ class Copies:
             parameter = self._parameter(spec.number)
             if parameter.is_written():
                 current = parameter.memory
-                _require_shape(spec, current)
+                _require_form(spec, current)
                 self.wrote_parameters = True
                 yield VariableEdit(spec, "assign", current.clone())
                 if parameter.has_other_memory:
@@ -492,7 +507,9 @@ class Copies:
                 continue
             spec = self._specs[number]
             current = self._buffer(spec).detach()
-            _require_shape(spec, current)
+            _require_form(spec, current)
+            if len(self._slots.get(number, ())) > 1:
+                self._require_one(spec)
             if is_same(current, reference):
                 continue
             edits.append(self.buffer_edits.edit_of(spec, current, reference, is_statistic=self._is_statistic(spec)))
@@ -500,11 +517,16 @@ class Copies:
         return edits
 
 
-def _require_shape(spec: VariableSpec, value: torch.Tensor) -> None:
+def _require_form(spec: VariableSpec, value: torch.Tensor) -> None:
     if value.shape != torch.Size(spec.shape):
         raise InvalidArgumentError(
             f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(value.shape)}. Variables on "
             "parameter servers keep their shape; give a buffer that grows its largest one."
+        )
+    if value.dtype != spec.dtype:
+        raise InvalidArgumentError(
+            f"a scheduled function gave {spec.name} {spec.dtype} another dtype, {value.dtype}. Variables on parameter "
+            "servers keep their dtype: make it so within the scope, or write to it in place (copy_)."
         )
 
 

@@ -20,6 +20,7 @@ from torchstrat.parameter_server.dispatch import (
     DEFAULT_DTYPE,
     NUM_WORKERS,
     SAME_AS,
+    SHARED,
     SURROUNDINGS,
     Modes,
     Options,
@@ -101,8 +102,9 @@ class Settings:
             self._default_dtype = modes.get(DEFAULT_DTYPE)
             self._put_back_default_dtype()
         self._copies.buffer_edits.aggregations = modes.get(AGGREGATIONS, {})
+        self._copies.buffer_edits.shared = modes.get(SHARED, {})
         for token, flag in modes.items():
-            if token == AGGREGATIONS:
+            if token in (AGGREGATIONS, SHARED):
                 continue
             if token == NUM_WORKERS:
                 self._world.resolve(("coordinator",)).workers = flag
