@@ -56,6 +56,7 @@ PARTS = dict(
         _of_tables("ps_state", "what a function on parameter servers may touch"),
         _of_tables("ps_writes", "every way to write to a variable on parameter servers"),
         _of_tables("ps_objects", "what a program hangs on modules and optimizers on parameter servers"),
+        _of_tables("ps_buffers", "buffers that are one tensor or change places"),
         _of_tables("round_trips", "what is saved and loaded"),
         _of_tables("batches", "what a batch may be"),
         _of_tables("lifetimes", "what has to go when it is dropped"),

@@ -102,6 +102,39 @@ def forms(parameters: Parameters) -> torch.Tensor:
     return torch.tensor([*map(float, seen), *gradient.data.abs().sum()[None].tolist()])
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a row": lambda gradient: gradient[2],
+    "a column": lambda gradient: gradient[:, 1],
+    "an element": lambda gradient: gradient[2, 1],
+    "select": lambda gradient: gradient.select(0, 2),
+    "torch.select": lambda gradient: torch.select(gradient, 1, 0),
+    "unbind": lambda gradient: gradient.unbind()[2],
+    "a loop": lambda gradient: list(gradient)[2],
+    "unsqueeze": lambda gradient: gradient.unsqueeze(0),
+    "atleast_3d": lambda gradient: torch.atleast_3d(gradient),
+}
+"""Of which a sparse tensor gives copies, and says nothing."""
+
+
+def write_to(view: Callable[[torch.Tensor], torch.Tensor], parameters: Parameters) -> torch.Tensor:
+    view(parameters[0].grad).mul_(3)
+    return parameters[0].grad.sum()
+
+
+def of_each_row(parameters: Parameters) -> torch.Tensor:
+    gradient = parameters[0].grad
+    squares = gradient.pow(2).sum(1) + 1
+    return torch.cat([squares.sqrt(), (gradient.sum(1, keepdim=True) > 0).double()[:, 0], torch.cat([gradient] * 2)[2]])
+
+
+def with_others(parameters: Parameters) -> torch.Tensor:
+    """Functions that are written in Python, and such as get it twice."""
+    gradient = parameters[0].grad
+    found = [nn.functional.mse_loss(gradient, NOISE), torch.einsum("ij,ij->", gradient, NOISE), gradient.pow(-2).min()]
+    found += [torch.addcmul(NOISE, gradient, gradient).sum(), torch.tensor(float(torch.equal(gradient, gradient)))]
+    return torch.stack([one.double() for one in found])
+
+
 WAYS: dict[str, Callable[[Parameters], torch.Tensor]] = {
     "nothing": lambda parameters: parameters[0].grad.sum(),
     "clip_grad_norm_": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, 2.0),
@@ -118,6 +151,9 @@ WAYS: dict[str, Callable[[Parameters], torch.Tensor]] = {
     "isfinite": lambda parameters: torch.isfinite(parameters[0].grad).all(),
     "mean": lambda parameters: parameters[0].grad.mean(),
     "rows": lambda parameters: parameters[0].grad[3:7].clone(),
+    **{f"{name} written to": partial(write_to, view) for name, view in VIEWS.items()},
+    "of each row": of_each_row,
+    "with others": with_others,
     "numpy": lambda parameters: torch.from_numpy(parameters[0].grad.numpy()).sum(),
 }
 

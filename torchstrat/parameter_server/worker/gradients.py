@@ -50,7 +50,7 @@ class RowGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Who has a word to say of other operands comes first; tables are read below Python.
-        if any(kind is not cls and not getattr(kind, "is_asked_below_python", False) for kind in types):
+        if any(kind not in _SAY_NOTHING and not getattr(kind, "is_asked_below_python", False) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         table = next(one._table for one in tensors_in((args, kwargs)) if type(one) is RowGradient)
@@ -58,7 +58,7 @@ class RowGradient(torch.Tensor):
             rule = _RULES.get(func)
             if rule is not None:
                 return rule(*args, **kwargs)
-            if _writes_to_list(func, args):
+            if _writes_to_list(func, args) or _differs_for_sparse(func, args, table):
                 make_dense((args, kwargs))  # before any of the others is written to: it could not be done again
                 return func(*args, **kwargs)
             try:
@@ -67,7 +67,11 @@ class RowGradient(torch.Tensor):
                 if not make_dense((args, kwargs)):
                     raise
                 return func(*args, **kwargs)
-        return _as_computed(result, table)
+        return _as_computed(result, table) if func in _MAKE_SPARSE else _as_on_one_device(result, table)
+
+
+_SAY_NOTHING = (RowGradient, torch.Tensor, torch.nn.Parameter)
+"""Of operands. Functions that are written in Python name ordinary tensors, too."""
 
 
 def as_rows(gradient: object, table: object) -> Any:
@@ -90,14 +94,26 @@ def _as_computed(value: object, table: weakref.ref[Any]) -> Any:
     return value
 
 
+def _as_on_one_device(value: Any, table: weakref.ref[Any]) -> Any:
+    """The same, and what has another form than the table's (a sum of each row) is dense, where its gradient is."""
+    if isinstance(value, torch.Tensor):
+        value = _as_computed(value, table)
+        is_sparse = type(value) is torch.Tensor and value.layout == torch.sparse_coo and not _asks_for_sparse(table)
+        return value.to_dense() if is_sparse else value
+    if type(value) in (list, tuple):
+        return type(value)(_as_on_one_device(one, table) for one in value)
+    return _as_computed(value, table)
+
+
 def make_dense(values: object) -> bool:
     """From now on the gradients by rows in ``values`` are dense; whether there were any."""
     found = [one for one in tensors_in(values) if type(one) is RowGradient]
     for one in found:
-        rows = one.coalesce().indices()[0]
-        _become(one, one.to_dense())
-        one.__class__ = torch.Tensor  # type: ignore[assignment]
-        setattr(one, _ROWS, rows)
+        if type(one) is RowGradient:  # it may be an operand twice
+            rows = one.coalesce().indices()[0]
+            _become(one, one.to_dense())
+            one.__class__ = torch.Tensor  # type: ignore[assignment]
+            setattr(one, _ROWS, rows)
     return bool(found)
 
 
@@ -127,9 +143,13 @@ def by_rows(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _looks_sparse(gradient: RowGradient) -> bool:
+    return _asks_for_sparse(gradient._table)
+
+
+def _asks_for_sparse(table: weakref.ref[Any]) -> bool:
     """Whether one device would have a sparse one. PyTorch's compiler is told the truth: it takes no sparse ones."""
-    table = gradient._table()
-    return _torch_private.is_compiler_at_work() or table is None or table.rows_asked_for_sparse
+    of = table()
+    return _torch_private.is_compiler_at_work() or of is None or bool(of.rows_asked_for_sparse)
 
 
 def _layout(gradient: RowGradient) -> torch.layout:
@@ -200,6 +220,24 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
     _torch_private.unscale_: _unscale_,
 }
 _WRITES_ROWS_TOO = (_torch_private.foreach_mul_, _torch_private.foreach_div_, _torch_private.foreach_zero_)
+
+
+_MAKE_SPARSE = frozenset(methods("to_sparse", "to_sparse_coo", "coalesce"))
+_COPIES_OF_SPARSE = frozenset(
+    {
+        *methods("__getitem__", "__iter__", "select", "unbind", "unsqueeze", "squeeze"),
+        *(torch.select, torch.unbind, torch.unsqueeze, torch.squeeze, torch.atleast_3d),
+    }
+)
+"""What gives a view of a dense tensor, through which the program may write, and a copy of a sparse one."""
+_POWERS = frozenset({*methods("pow", "pow_", "__pow__", "__ipow__"), torch.pow})
+
+
+def _differs_for_sparse(func: Any, args: tuple[Any, ...], table: weakref.ref[Any]) -> bool:
+    """Whether PyTorch computes something else with a sparse tensor, and says nothing."""
+    if func in _COPIES_OF_SPARSE:
+        return not _asks_for_sparse(table)
+    return func in _POWERS and not (len(args) > 1 and isinstance(args[1], int | float) and args[1] > 0)
 
 
 def _writes_to_list(func: object, args: tuple[Any, ...]) -> bool:
