@@ -9,6 +9,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -730,3 +731,45 @@ def test_a_buffer_keeps_its_shape(program: Program, value: torch.Tensor) -> None
     with pytest.raises(InvalidArgumentError, match=r"gave seen of module \d \(2, 3\) another shape"):
         program.run(put)
     assert program.run(lambda: model.seen).equal(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("is_declared", [False, True], ids=["registered there", "registered as None"])
+def test_a_buffer_that_functions_make_is_warned_of_once(program: Program, is_declared: bool) -> None:
+    """It is the worker's alone, and so is what functions count in it."""
+    with program.coordinator.strategy.scope():
+        model = _Remembers()
+        if is_declared:
+            model.register_buffer("made", None)
+
+    def make() -> None:
+        if getattr(model, "made", None) is None:
+            model.register_buffer("made", torch.zeros(1)) if not is_declared else setattr(model, "made", torch.zeros(1))
+        model.seen = model.seen + 1  # a variable: nothing is said
+
+    with pytest.warns(UserWarning, match="has given a _Remembers a buffer, 'made'.*this worker's alone") as told:
+        assert [program.run(make, "always") for _ in range(2)] == [None, None]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_step_on_a_thread_of_the_function_is_refused(program: Program, make: Callable[..., Any]) -> None:
+    """It was made there, and its values written over what other workers had trained."""
+    with program.coordinator.strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = make(model.parameters(), lr=0.1)
+
+    def step(*, starts_thread: bool) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if starts_thread:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(optimizer.step).exception()
+        else:
+            optimizer.step()
+
+    before = model.weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=rf"steps {make.__name__} on a thread of its own"):
+        program.run(lambda: step(starts_thread=True))
+    assert model.weight.equal(before)
+    program.run(lambda: step(starts_thread=False))
+    assert not model.weight.equal(before)

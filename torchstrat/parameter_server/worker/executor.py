@@ -27,7 +27,7 @@ from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
-from torchstrat.parameter_server.worker.push import MadeParameters, RemoteSteps
+from torchstrat.parameter_server.worker.push import MadeMembers, RemoteSteps
 
 _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""
@@ -237,7 +237,7 @@ class Executor:
         self._access = copies.access
         self._context = context.enter(strategy, None)
         self.steps = RemoteSteps(copies, self._access, number_of, left, attributes_of)
-        self._made = MadeParameters(is_captured, lambda tensor: copies.spec_of(tensor) is not None)
+        self._made = MadeMembers(is_captured, copies)
         self._stepped = False
 
     def call(

@@ -176,6 +176,10 @@ class Copies:
         number = self._numbers.get(id(tensor))
         return None if number is None else self._specs[number]
 
+    def has_buffer(self, module: nn.Module, name: str) -> bool:
+        """Whether that of this name is a variable."""
+        return name in self._buffers_of.get(module, ())
+
     def numbers_under(self, module: nn.Module) -> Iterator[int]:
         """The variables of a module and its children. Buffers by their names: a function may have put another tensor
         in a buffer's place."""

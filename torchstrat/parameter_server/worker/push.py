@@ -4,13 +4,15 @@ while the next function runs.
 The user's call goes through PyTorch's global step hook, so gradient scalers, clipping and user hooks around it work as
 they do anywhere; the optimizer itself steps a stand-in without parameters.
 
-Parameters that a scheduled function gives modules of the coordinator are refused, since nobody else has them.
+Parameters that a scheduled function gives modules of the coordinator are refused, since nobody else has them, and
+buffers are warned of.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -20,7 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -62,22 +67,22 @@ class _MadeHere(threading.local):
 _made_here = _MadeHere()
 
 
-def notice_parameters() -> Any:
-    """Have PyTorch tell of parameters that modules are given, until the handle is removed."""
-    return register_module_parameter_registration_hook(_note)
+def notice_members() -> tuple[Any, ...]:
+    """Have PyTorch tell of parameters and buffers that modules are given, until the handles are removed."""
+    return register_module_parameter_registration_hook(_note), register_module_buffer_registration_hook(_note)
 
 
-def _note(module: nn.Module, name: str, parameter: object) -> None:
-    if _made_here.noted is not None and parameter is not None:
+def _note(module: nn.Module, name: str, tensor: object) -> None:
+    if _made_here.noted is not None and tensor is not None:
         _made_here.noted.append((module, name))
 
 
-class MadeParameters:
-    """``with``: around one function, on its thread. ``is_captured``: whether a module is one of the coordinator's;
-    ``is_variable``: whether a tensor is one of the job's."""
+class MadeMembers:
+    """``with``: around one function, on its thread. ``is_captured``: whether a module is one of the coordinator's."""
 
-    def __init__(self, is_captured: Callable[[Any], bool], is_variable: Callable[[torch.Tensor], bool]) -> None:
-        self._is_captured, self._is_variable = is_captured, is_variable
+    def __init__(self, is_captured: Callable[[Any], bool], copies: Copies) -> None:
+        self._is_captured, self._copies = is_captured, copies
+        self._warned: set[tuple[type, str]] = set()
 
     def __enter__(self) -> None:
         _made_here.noted = []
@@ -86,15 +91,29 @@ class MadeParameters:
         _made_here.noted = None
 
     def check(self) -> None:
-        """Raise `UnsupportedError` for those that are still there."""
+        """Raise `UnsupportedError` for parameters that are still there, and warn of buffers."""
         for module, name in _made_here.noted or ():
+            if module._buffers.get(name) is not None and self._is_captured(module):
+                self._warn_of_buffer(module, name)
             parameter = module._parameters.get(name)
-            if parameter is not None and self._is_captured(module) and not self._is_variable(parameter):
+            if parameter is not None and self._is_captured(module) and self._copies.spec_of(parameter) is None:
                 raise UnsupportedError(
                     f"a scheduled function has made a parameter, {name!r} of a {type(module).__name__}. It is this "
                     "worker's alone: no server has it, and no other worker. Make it on the coordinator, within "
                     "`with strategy.scope():`, for example by calling the module there once."
                 )
+
+    def _warn_of_buffer(self, module: nn.Module, name: str) -> None:
+        kind = type(module)
+        if not self._copies.has_buffer(module, name) and (kind, name) not in self._warned:
+            self._warned.add((kind, name))
+            warnings.warn(
+                f"a scheduled function has given a {kind.__name__} a buffer, {name!r}, which it has not on the "
+                "coordinator. It is this worker's alone: no server has it, nor state_dict() there, nor another worker. "
+                "That is right for what each works out anew (a mask); make what is to be kept within `with "
+                "strategy.scope():`.",
+                stacklevel=2,
+            )
 
 
 class _Here(threading.local):
@@ -121,7 +140,7 @@ class StepHook:
                 warm_up.begin()
                 number_hooks_apart()
                 be_told_of_arrays()
-                cls._handles = (register_optimizer_step_pre_hook(_before_step), notice_parameters())
+                cls._handles = (register_optimizer_step_pre_hook(_before_step), *notice_members())
                 for owner, told in _TELL.items():
                     setattr(owner, told.__name__, told)
 
@@ -139,7 +158,12 @@ class StepHook:
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> Any:
-    return None if _here.before is None else _here.before(optimizer, args, kwargs)
+    if _here.before is not None:
+        return _here.before(optimizer, args, kwargs)
+    keeper = getattr(getattr(optimizer, "state", None), "_keeper", None)
+    if isinstance(keeper, _StateOnServers):
+        keeper.refuse_on_this_thread()
+    return None
 
 
 def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None]) -> Any:
@@ -214,11 +238,13 @@ class RemoteSteps:
         self._left = left
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
+        self.refused: UnsupportedError | None = None
+        """What a thread of the function's own was told. It may have kept it to itself."""
 
     def __enter__(self) -> RemoteSteps:
         if self._uncompiled is None:
             self._uncompiled = warm_up.uncompiled(self.before)
-        self.stepped = False
+        self.stepped, self.refused = False, None
         _here.before, _here.left = self._uncompiled, self._left
         return self
 
@@ -258,7 +284,9 @@ class RemoteSteps:
 
     def check_states(self) -> None:
         """Raise `UnsupportedError` where the function has changed an optimizer's state, or given it some of its own,
-        which nobody would send anywhere: by other ways than ``step()``."""
+        which nobody would send anywhere: by other ways than ``step()``, or on another thread."""
+        if self.refused is not None:
+            raise self.refused
         found = [
             optimizer
             for optimizer, state in self._used()
@@ -443,6 +471,14 @@ class _StateOnServers:
         found = self._steps.state_of(optimizer)
         self.is_read = True
         return found
+
+    def refuse_on_this_thread(self) -> None:
+        self._steps.refused = UnsupportedError(
+            f"a scheduled function steps {type(self._optimizer()).__name__} on a thread of its own. The servers make "
+            "steps, and what belongs to one function goes there by the thread that runs it. Call step() there, after "
+            "thread.join()."
+        )
+        raise self._steps.refused
 
     def change(self, state: RemoteOptimizerState, make: Callable[[], Any]) -> Any:
         optimizer = self._optimizer()
