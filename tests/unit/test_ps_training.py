@@ -259,6 +259,33 @@ def test_max_norm_shortens_the_rows_on_the_servers() -> None:
         states_are_close(program.made.state_dict(), reference.state_dict(), 1e-6)
 
 
+def test_max_norm_shortens_what_was_written_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a worker's reading of rows and its shortening them others step them, or the coordinator."""
+
+    def make() -> nn.Embedding:
+        return nn.Embedding.from_pretrained(torch.ones(ROWS, 4, dtype=torch.float64), freeze=False, max_norm=1.0)
+
+    ids = torch.tensor([0, 7, ROWS - 1])
+    written = torch.tensor([[6.0, 1.0, 1.0, 1.0]] * 3, dtype=torch.float64)
+    reference, norm_of, calls = make(), torch.linalg.vector_norm, iter(range(100))
+    with torch.no_grad():
+        reference.weight[ids] = written
+        reference(ids)
+    with on_servers(make, 3) as program:
+        table = program.made
+
+        def measure(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if next(calls) == 0:
+                with torch.no_grad():
+                    table.weight[ids] = written
+            return norm_of(*args, **kwargs)
+
+        monkeypatch.setattr(torch.linalg, "vector_norm", measure)
+        program.run(lambda table: table(ids).detach(), table)
+        states_are_close(table.state_dict(), reference.state_dict(), 1e-12)
+    assert next(calls) > 0
+
+
 def test_a_buffer_that_is_replaced_twice_may_have_the_address_of_the_first() -> None:
     def make() -> nn.BatchNorm1d:
         return nn.BatchNorm1d(1, momentum=None)

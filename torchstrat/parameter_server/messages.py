@@ -18,7 +18,7 @@ from torchstrat.checkpoint.pieces import KeyPath, Piece
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import WrittenPart
 
-EditOp = Literal["assign", "move", "add", "sub", "mul", "div", "min", "max"]
+EditOp = Literal["assign", "move", "add", "sub", "mul", "div", "min", "max", "renorm"]
 
 ShardKey = tuple[int, int]
 """(number of the variable, number of its shard)"""
@@ -186,6 +186,7 @@ class ShardEdit:
     ``rows``: local row ids ``(n,)``, with ``value`` of shape ``(n, …)``; None edits the whole shard. Repeated rows
     accumulate for add, sub, mul, div, min and max. ``base``: what the shard was when ``value`` was worked out. Where it
     is something else by now, ``assign`` is a conflict, which is noted, and ``move`` adds the difference of the two.
+    ``renorm``: ``value`` is a norm that rows are to have at the most, and its order, in float64.
     """
 
     key: ShardKey

@@ -304,13 +304,15 @@ def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
         raise InvalidArgumentError(f"{name} is {shard.dtype}, which can only be assigned; got {edit.op}.")
     if shard.is_complex() and edit.op in ("min", "max"):
         raise InvalidArgumentError(f"{name} is {shard.dtype}, which has no order; got {edit.op}.")
+    if edit.op == "renorm" and (edit.rows is None or shard.dim() != 2):
+        raise InvalidArgumentError(f"{edit.op} of {name} is for rows of a table.")
     if edit.rows is None:
         target = tuple(shard.shape)
     else:
         if shard.dim() == 0:
             raise InvalidArgumentError(f"{name} is a scalar and has no rows to {edit.op}.")
         check_rows(edit.rows, shard.shape[0], name, sorted_and_unique=False)
-        target = (edit.rows.shape[0], *shard.shape[1:])
+        target = (2,) if edit.op == "renorm" else (edit.rows.shape[0], *shard.shape[1:])
     try:
         fits = torch.broadcast_shapes(edit.value.shape, target) == target
     except RuntimeError:
@@ -324,7 +326,8 @@ def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
 
 def apply_edit(edit: ShardEdit, shards: HeldShards) -> bool:
     """Whether there was no conflict: with what another writer has changed meanwhile."""
-    op, value = edit.op, edit.value.to(shards.tensor(edit.key).dtype)
+    op = edit.op
+    value = edit.value if op == "renorm" else edit.value.to(shards.tensor(edit.key).dtype)
     if shards.writer and op == "assign" and edit.rows is None and shards.is_parameter(edit.key):
         return _write_parameter(edit.key, value, shards)
     shard = shards.changing(edit.key, edit.rows)

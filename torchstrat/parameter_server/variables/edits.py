@@ -13,6 +13,15 @@ from torchstrat.parameter_server.messages import EditOp
 _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
 
 
+def renormalise(rows: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Shorten those of ``rows`` ``(n, dim)`` that are too long, in place, as PyTorch's lookups do. Which these are."""
+    norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
+    long: torch.Tensor = norms > max_norm
+    if bool(long.any()):
+        rows[long] *= (max_norm / (norms[long] + 1e-7)).unsqueeze(1)
+    return long
+
+
 def apply_edit(tensor: torch.Tensor, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """Change ``tensor`` in place, unseen by autograd.
 
@@ -22,6 +31,7 @@ def apply_edit(tensor: torch.Tensor, op: EditOp, value: torch.Tensor, rows: torc
     Args:
         tensor: ``(rows of the shard, …)``.
         value: of the tensor's dtype, on any device. Without ``rows`` it broadcasts to the tensor; otherwise ``(n, …)``.
+            For ``renorm`` of rows: float64, the greatest norm and its order, each once.
         rows: ``(n,)`` int64 local row ids, all of them in range; None changes the whole tensor.
     """
     # Inference mode would make tensors that no later code outside of it may edit.
@@ -55,6 +65,10 @@ def _edit_rows(tensor: torch.Tensor, op: EditOp, value: torch.Tensor, rows: torc
         tensor.index_add_(0, rows, value)
     elif op == "sub":
         tensor.index_add_(0, rows, value, alpha=-1)
+    elif op == "renorm":
+        current = tensor.index_select(0, rows)
+        renormalise(current, *value.tolist())
+        tensor.index_copy_(0, rows, current)
     else:
         # Once per row, so that repeated rows need no order: first what all their values make together.
         unique, where = torch.unique(rows, return_inverse=True)

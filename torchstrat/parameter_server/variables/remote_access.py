@@ -479,6 +479,11 @@ def shard_edits(edit: VariableEdit) -> list[tuple[int, ShardEdit]]:
     value = value.detach().cpu()
     if rows is not None:
         ids, order = torch.sort(rows.cpu().to(torch.int64), stable=True)
+        if op == "renorm":
+            return [
+                (shard.server, ShardEdit((spec.number, number), op, value, ids[where] - shard.start))
+                for number, shard, where in split_rows(spec, ids)
+            ]
         value = value.expand(len(ids), *spec.shape[1:])[order]
         return [
             (shard.server, ShardEdit((spec.number, number), op, value[where], ids[where] - shard.start))

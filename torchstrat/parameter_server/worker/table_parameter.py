@@ -24,6 +24,7 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.embedding import prefetch_rows
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variables.edits import renormalise
 from torchstrat.parameter_server.variables.remote_access import VariableAccess
 from torchstrat.parameter_server.worker.gradients import RowGradient, as_rows, by_rows
 from torchstrat.parameter_server.worker.stand_ins import DATA, GRAD, WatchedParameter, refuse_in_a_fork
@@ -165,12 +166,11 @@ class TableLookups:
     def _renormalise(
         self, spec: VariableSpec, ids: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type: float
     ) -> None:
-        """``max_norm`` changes the table itself, as torch's lookups do: rows that are too long are written back."""
-        norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
-        long = norms > max_norm
+        """``max_norm`` changes the table itself, as torch's lookups do. Servers do the same to rows that are too long,
+        to what these are then: another worker may have stepped them since."""
+        long = renormalise(rows, max_norm, norm_type)
         if bool(long.any()):
-            rows[long] *= (max_norm / (norms[long] + 1e-7)).unsqueeze(1)
-            self._access.edit(spec, "assign", rows[long], ids[long])
+            self._access.edit(spec, "renorm", torch.tensor([max_norm, norm_type], dtype=torch.float64), ids[long])
 
 
 def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | None:
