@@ -91,6 +91,8 @@ SHAPES = {
     "partial": "fn = partial(Trainer.step, Trainer(model), extra=None)",
     "partial of a partial": "fn = partial(partial(lambda found: (found, None), model))",
     "container": "fn = partial(lambda found: (found['a'][0][1], None), {'a': [(0, model)]})",
+    "PyTorch's operators": "aten, relu, default = torch.ops.aten, torch.ops.aten.relu, torch.ops.aten.relu.default\n"
+    "def fn(): return model, None if torch.ops.aten is aten and aten.relu is relu and relu.default is default else 1",
     "module method": "fn = partial(lambda forward: (forward.__self__, None), model.forward)",
 }
 NAMES = {"Any": Any, "Enum": enum.Enum, "dataclass": dataclasses.dataclass, "field": dataclasses.field}

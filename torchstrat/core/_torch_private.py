@@ -555,3 +555,21 @@ def ignored_labels(node: Any) -> torch.Tensor | None:
 
 pinned: Callable[[Any], Any] = look_up("utils.data._utils.pin_memory.pin_memory")
 """A copy of a nest of tensors in memory from which an accelerator copies by itself, as a `DataLoader` makes it."""
+
+
+_KINDS_OF_OPERATORS = tuple(
+    look_up(f"_ops.{name}") for name in ("_Ops", "_OpNamespace", "OpOverloadPacket", "OpOverload")
+)
+
+
+def path_of_operator(value: object) -> tuple[str, ...] | None:
+    """Which names lead from ``torch.ops`` to a namespace, an operator or an overload of one; None for anything else."""
+    if not isinstance(value, _KINDS_OF_OPERATORS):
+        return None
+    if isinstance(value, ModuleType):
+        return tuple(value.__name__.split(".")[2:])
+    return tuple(str(value).split("."))
+
+
+def operator_at(path: Sequence[str]) -> Any:
+    return functools.reduce(getattr, path, torch.ops)

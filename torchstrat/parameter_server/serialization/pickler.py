@@ -33,6 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchstrat.core import _torch_private
 from torchstrat.core.errors import ContextError, FunctionError
 from torchstrat.core.optimizers import own_step
 from torchstrat.parameter_server.serialization.closure_walk import is_library, members_used
@@ -207,6 +208,9 @@ class ObjectPickler(ValuePickler):
         return super()._dynamic_function_reduce(func)
 
     def reducer_override(self, value: object) -> Any:
+        path = _torch_private.path_of_operator(value)
+        if path is not None:
+            return _torch_private.operator_at, (path,)
         if isinstance(value, types.FunctionType | type | types.ModuleType):
             if not self._references.by_value(value):
                 return super().reducer_override(value)
