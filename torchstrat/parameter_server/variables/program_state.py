@@ -410,8 +410,8 @@ class CapturedVariables:
             for reference in self._parameters.values():
                 tensor = reference()
                 found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
-            for number in self._buffers:
-                tensor = self._slot(number).tensor
+            for number, slots in self._buffers.items():
+                tensor = slots[0].tensor if len(slots) == 1 else self._slot(number).tensor
                 is_known = self._cache.tensor(number) is tensor
                 found += (None, None) if tensor is None else (tensor._version, is_known)
         return found
