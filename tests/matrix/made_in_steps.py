@@ -1,4 +1,5 @@
-"""What a step itself makes, on every replica: modules and leaf tensors, each with an optimizer.
+"""What a step itself makes, on every replica: modules and leaf tensors, each with an optimizer; and modules that it
+makes where there is none yet, which the other replicas of one process find, and changes without calling them.
 
 Rows: what is made. Columns: what becomes of it. A cell compares with a plain loop on the global batches, on two
 replicas of two rows: what is of a replica's rows alone is plainly trained on these.
@@ -9,17 +10,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
+from torchstrat.core import variables
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
+from torchstrat.replicas.in_process.component_buffers import ComponentBuffers
+from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.newborn import Twins
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
@@ -145,7 +151,131 @@ def _expected(row: str, column: str) -> Expected:
     return RIGHT
 
 
+# -- found by the other replicas of the process ----------------------------------------------------------------------
+
+
+def _move(average: nn.Module, model: nn.Module, by: float, shrinks: float = 1.0) -> None:
+    with torch.no_grad():
+        for one, other in zip(average.parameters(), model.parameters(), strict=True):
+            one.lerp_(other, by).mul_(shrinks)
+
+
+class Average(nn.Module):
+    """Of a model, faster at first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        _move(self.model, model, 1 / (1 + self.updates))
+
+
+class Seen(nn.Module):
+    """What rows have been like."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def look_at(self, x: torch.Tensor) -> None:
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+    def replace(self, x: torch.Tensor) -> None:
+        self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+
+
+class Found(NamedTuple):
+    make: Callable[[nn.Module], Any]
+    change: Callable[[Any, nn.Module, torch.Tensor], object]
+    first_is_none: bool = False
+    """Whether the first change leaves what has just been made as it is."""
+
+
+FOUND: Mapping[str, Found] = {
+    "a deep copy, moved": Found(copy.deepcopy, lambda made, model, x: _move(made, model, 0.3, shrinks=0.9)),
+    "an average": Found(Average, lambda made, model, x: made.update(model), first_is_none=True),
+    "an AveragedModel": Found(AveragedModel, lambda made, model, x: made.update_parameters(model)),
+    "a buffer": Found(lambda model: Seen(), lambda made, model, x: made.look_at(x)),
+    "a buffer that is replaced": Found(lambda model: Seen(), lambda made, model, x: made.replace(x)),
+}
+AFTER, AT_ONCE, TWICE = "found, changed after the step", "found, changed at once", "found, changed on both sides of it"
+LATER = ", in a later run"
+
+
+class _Finding:
+    """A program that makes something in its first run or its second."""
+
+    def __init__(self, found: Found, column: str) -> None:
+        self.found, self.column = found, column.removesuffix(LATER)
+        self.is_due = self.column == column
+        torch.manual_seed(3)
+        self.model = nn.Linear(3, 3).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.3)
+        self.made: Any = None
+
+    def _make(self) -> None:
+        if self.made is None and self.is_due:
+            self.made = self.found.make(self.model)
+
+    def _change(self, x: torch.Tensor) -> None:
+        if self.made is not None:
+            self.found.change(self.made, self.model, x)
+
+    def step(self, x: torch.Tensor) -> None:
+        if self.column != AT_ONCE:
+            self._make()
+        if self.column == TWICE:
+            self._change(x)
+        _train_once(self.model, self.optimizer, x)
+        self._make()
+        self._change(x)
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        return {**self.model.state_dict(), **{f"made {name}": one for name, one in self.made.state_dict().items()}}
+
+
+def _train_once(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    (model(x) - 1).square().sum(dim=1).mean().backward()
+    optimizer.step()
+
+
+def _check_found(row: str, column: str, place: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.rand(4, 3, generator=draw, dtype=torch.float64) for _ in range(4)]
+    plain = _Finding(FOUND[row], column)
+    for batch in batches:
+        plain.step(batch)
+        plain.is_due = True
+    with places.opened(place) as strategy:
+        with strategy.scope():
+            program = _Finding(FOUND[row], column)
+        for batch in strategy.distribute_dataset(batches):
+            strategy.run(program.step, args=(batch,))
+            program.is_due = True
+        assert_close(program.state, plain.state, 1e-12)
+
+
+def _expected_of_found(row: str, column: str, place: str) -> Expected:
+    column = column.removesuffix(LATER)
+    if place in places.TORCHRUN or column == AFTER or (column == AT_ONCE and FOUND[row].first_is_none):
+        return RIGHT
+    says = "replica 0 has made .* replica 1, which found it there, has changed it otherwise.*within `with strategy"
+    return refused(ReplicaDivergenceError, says, "what was changed before another replica finds it is changed again")
+
+
 def cells() -> Iterator[Cell]:
+    for row in FOUND:
+        for column in (one + when for one in (AFTER, AT_ONCE, TWICE) for when in ("", LATER)):
+            for place in PLACES:
+                check = partial(_check_found, row, column, place)
+                yield Cell(row, column, place, check, _expected_of_found(row, column, place))
     for row, columns in COLUMNS.items():
         for column in columns:
             for place in PLACES:
@@ -162,6 +292,31 @@ FAULTS = (
         "nobody notices an optimizer that a later step goes on with",
         lambda: patch.object(VariableRegistry, "note_step_of", lambda *_: None),
         ("a leaf tensor of all rows | kept | torchrun mirrored",),
+    ),
+    PlantedFault(
+        "what has been changed before others find it is changed again",
+        switched_off(Components, "refuse_changes_of_made", lambda self, *, at_end: None),
+        (f"a buffer | {AT_ONCE} | mirrored x2", f"an AveragedModel | {TWICE} | mirrored x2"),
+    ),
+    PlantedFault(
+        "nobody counts by how many tensors a buffer was replaced",
+        switched_off(ComponentBuffers, "note_assignment", lambda self, module, name, replica: None),
+        (f"a buffer that is replaced | {AFTER} | mirrored x2",),
+    ),
+    PlantedFault(
+        "what has not been called is one for all replicas",
+        switched_off(Components, "_register_unused", lambda self: None),
+        (f"a buffer | {AFTER} | mirrored x2",),
+    ),
+    PlantedFault(
+        "attributes of what was made are one for all replicas",
+        switched_off(ComponentAttributes, "add", lambda self, modules, owner: None),
+        (f"an average | {AFTER} | mirrored x2",),
+    ),
+    PlantedFault(
+        "deep copies are seen in a step's first run only",
+        switched_off(variables, "watch_first_copy", lambda watcher: lambda: None),
+        (f"a deep copy, moved | {TWICE}{LATER} | mirrored x2",),
     ),
 )
 

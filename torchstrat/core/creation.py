@@ -3,16 +3,19 @@
 torch's registration hooks are global dictionaries and cost nothing to enter and leave. They miss deep copies and all
 that is no module; for these, methods of torch's classes are wrapped, which is done while a scope is open and in a
 step's first run, and not in every run: each change of a class makes Python forget what it has cached about all its
-subclasses, and from 3.13 on it stops caching for a class that was changed a thousand times.
+subclasses, and from 3.13 on it stops caching for a class that was changed a thousand times. In other runs the first
+deep copy of a module makes it necessary, which a dictionary of Python's tells of.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchstrat.core._torch_private import new_hook_key, registration_hooks
@@ -57,6 +60,55 @@ def watch_classes(watcher: Watcher) -> Callable[[], None]:
     """Report copies and helpers; returns what ends it."""
     _wraps.add(watcher)
     return lambda: _wraps.remove(watcher)
+
+
+def watch_first_copy(watcher: Watcher) -> Callable[[], None]:
+    """Report copies and helpers from the first time that a module is deep-copied; returns what ends it."""
+    ends: list[Callable[[], None]] = []
+
+    def begin() -> None:
+        if not ends and watcher.is_current():
+            ends.append(watch_classes(watcher))
+
+    _copiers.add(begin)
+
+    def end() -> None:
+        _copiers.remove(begin)
+        for one in ends:
+            one()
+
+    return end
+
+
+class _Copiers:
+    """Entries in the dictionary where `copy.deepcopy` looks for what copies an object: there as long as any watches. A
+    module is made from its copied members, so it is not there yet when the first of these is copied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watching: list[Callable[[], None]] = []
+
+    def add(self, begin: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._watching:
+                _copiers_by_class[nn.Parameter] = _copiers_by_class[torch.Tensor] = self._copy
+            self._watching.append(begin)
+
+    def remove(self, begin: Callable[[], None]) -> None:
+        with self._lock:
+            self._watching.remove(begin)
+            if not self._watching:
+                del _copiers_by_class[nn.Parameter], _copiers_by_class[torch.Tensor]
+
+    def _copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if isinstance(tensor, nn.Parameter) or isinstance(next(iter(memo.values()), None), nn.Module):
+            for begin in tuple(self._watching):
+                begin()
+        return tensor.__deepcopy__(memo)
+
+
+_copiers_by_class: dict[type, Callable[[Any, dict[int, Any]], Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+_copiers = _Copiers()
 
 
 class _Wraps:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import is_compiler_at_work
 from torchstrat.core.buffer_rules import BufferRules
-from torchstrat.core.creation import MembersWatch, Watcher, watch_classes
+from torchstrat.core.creation import MembersWatch, Watcher, watch_classes, watch_first_copy
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
 from torchstrat.core.reachable import Reached, Start, address_of, has_address
@@ -156,11 +156,9 @@ class VariableRegistry:
         self._stands_for: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
         self._members_watch = MembersWatch(self._watcher)
-        self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
+        self._opened: list[Callable[[], None]] = []  # what ends the watch for copies and helpers
         self._walked: dict[Any, Start] = {}  # of the last so many steps
         self.buffer_rules = BufferRules()
-        self._step: Any = None  # what the last adopted function is known by
-        self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
         self.on_member: Callable[[nn.Module, str, Any], None] | None = None
         """Called for every parameter, buffer and child registered in a module while recording. For the engine's use
         during a run."""
@@ -169,21 +167,20 @@ class VariableRegistry:
         self.changes = 0
         """Counts what was added, so that a run can tell at no cost that nothing was."""
         self.may_create = False
-        """Whether the step that `adopt` saw last may well make deep copies or helpers: it starts from other objects
-        than before, so this may be its first run, or it has made copies before."""
+        """Whether the step that `adopt` saw last may well make helpers: it starts from other objects than before, so
+        this may be its first run."""
 
     # -- while a scope is open, or a run goes on ----------------------------------------------------------------------
 
     def open(self, *, classes: bool = True) -> None:
-        """Start recording what is created. Calls nest. ``classes``: deep copies and helpers too, not only members."""
+        """Start recording what is created. Calls nest. ``classes``: also helpers that are made before the first deep
+        copy of a module."""
         if not self._opened:
             self._members_watch.begin()
-        self._opened.append(watch_classes(self._watcher) if classes else None)
+        self._opened.append(watch_classes(self._watcher) if classes else watch_first_copy(self._watcher))
 
     def close(self) -> None:
-        end_classes = self._opened.pop()
-        if end_classes is not None:
-            end_classes()
+        self._opened.pop()()
         if self._opened:
             return
         self._members_watch.end()
@@ -205,7 +202,6 @@ class VariableRegistry:
         if self.is_in_step:
             self._copied.add(module)
         if self.on_copy is not None:
-            self._copying.add(self._step)
             self.on_copy(module)
 
     def _on_helper(self, helper: Any) -> None:
@@ -256,10 +252,10 @@ class VariableRegistry:
         if self._copied.count:
             self._copied = WeakOrdered()
         start = Start(fn, arguments)
-        self._step = step = getattr(fn, "__code__", None) or type(fn)
+        step = getattr(fn, "__code__", None) or type(fn)
         before = self._walked.get(step)
         is_new = before is None or not start.is_same(before) or (self.looks_for_flat and self._has_new_flat_memory())
-        self.may_create = is_new or step in self._copying
+        self.may_create = is_new
         self.objects = []
         if start.is_closed and not is_new:
             return []
@@ -278,9 +274,7 @@ class VariableRegistry:
         self._walked.pop(step, None)
         self._walked[step] = start
         if len(self._walked) > _REMEMBERED_STEPS:  # a notebook makes a new one each time that a cell is run
-            oldest = next(iter(self._walked))
-            del self._walked[oldest]
-            self._copying.discard(oldest)
+            del self._walked[next(iter(self._walked))]
 
     def _record(self, found: Reached) -> list[str]:
         adopted: list[str] = []
@@ -371,6 +365,11 @@ class VariableRegistry:
         for child in module._modules.values():
             if child is not None:
                 self._add_tree(child)
+
+    def modules_since(self, count: int) -> list[nn.Module]:
+        """Those recorded since so many had ever been, and what is a child of any by now."""
+        self._grow()
+        return [module for number, module in self._modules.numbered() if number >= count]
 
     # -- what there is ----------------------------------------------------------------------------------------------
 

@@ -245,6 +245,7 @@ class TensorSlot:
     __slots__ = (
         "agreed",
         "data",
+        "first",
         "grad_dtype",
         "grads",
         "is_copy",
@@ -290,6 +291,8 @@ class TensorSlot:
         """False as long as no other replica has used it: it may be that replica's own, made anew by each."""
         self.is_copy = False
         """It belongs to a deep copy, such as an inner loop trains. Its gradients are that replica's own."""
+        self.first = b""
+        """A `sample` of what the others have found."""
 
     def take(self, tensor: torch.Tensor) -> None:
         """A run begins; ``tensor`` is the one this slot was made for."""
@@ -395,7 +398,7 @@ def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> 
         slot.tensor
         for slot in slots
         if any(slot.is_edited(replica) for replica in replicas)
-        and any(not _are_equal(slot.data[first], slot.data[other]) for other in others)
+        and any(not are_equal(slot.data[first], slot.data[other]) for other in others)
         and slot.is_shared
         and not slot.is_copy
     ]
@@ -414,7 +417,7 @@ def state_edited_differently(states: Iterable[SharedState]) -> list[torch.Tensor
 def _are_alike(one: object, other: object) -> bool:
     """Of values that an optimizer keeps."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one is other or _are_equal(one, other)
+        return one is other or are_equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_are_alike(value, other[name]) for name, value in one.items())
     return not (is_plain(one) and is_plain(other)) or (one or None) == (other or None)
@@ -459,7 +462,7 @@ def gradients_edited_differently(
     return found
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != torch.strided:
         return one.shape == other.shape
     return torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())

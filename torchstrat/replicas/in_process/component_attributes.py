@@ -160,6 +160,9 @@ class ComponentAttributes:
         self._attributes: dict[int, list[_Attributes]] = {}
         self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
         self._has_made_members = False
+        self._replicas: list[int] = []
+        self._vectors: Container[int] = ()
+        self._owners: dict[int, int] = {}  # by the places of modules that were made in the run
         self._before: list[_Attributes] | None = None
         self._kept = KeptAttributes()
         self._hooks = _HooksOfStep()
@@ -171,35 +174,48 @@ class ComponentAttributes:
     def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
         of tensors that are buffers, or share memory with variables, and change hands with these."""
-        others = replicas[1:]
-        self._attributes, self._has_made_members, self._before = {}, False, None
-        self._modules = [one for one in modules if not _is_script(type(one))] if others else []
-        if not self._modules:
+        self._has_made_members, self._before, self._modules, self._owners = False, None, [], {}
+        self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
+        self._hooks.begin(self._modules)
+        self._take(modules, replicas[0])
+
+    def add(self, modules: Iterable[nn.Module], owner: int) -> None:
+        """That replica has made these in the run, and its turn ends: the others find them as they are now."""
+        first = len(self._modules)
+        self._take([one for one in modules if not _is_of_torch(type(one))], owner)
+        self._owners.update(dict.fromkeys(range(first, len(self._modules)), owner))
+
+    def _take(self, modules: Iterable[nn.Module], owner: int) -> None:
+        new: list[Any] = [one for one in modules if not _is_script(type(one))] if len(self._replicas) > 1 else []
+        if not new:
             return
-        known, found = {id(one) for one in self._modules}, []
-        for one in self._modules:  # which grows
+        known, found = {id(one) for one in (*self._modules, *new)}, []
+        for one in new:  # which grows
             names, data = _look_at(one, vars(one))
             found.append(names)
             for value in data:
                 if id(value) not in known:
                     known.add(id(value))
-                    self._modules.append(value)
-        self._hooks.begin(self._modules)
-        own = [vars(module) for module in self._modules]
-        self._attributes[replicas[0]] = own
-        left = [self._kept.take(module, replicas[0]) for module in self._modules]
-        for replica in others:
-            self._attributes[replica] = mine = [attributes.copy() for attributes in own]
+                    new.append(value)
+        self._modules += new
+        own = [vars(module) for module in new]
+        left = [self._kept.take(module, owner) for module in new]
+        for replica in self._replicas:
+            if replica == owner:
+                self._attributes[replica] += own
+                continue
+            mine = [attributes.copy() for attributes in own]
+            self._attributes[replica] += mine
             for attributes, names, kept in zip(mine, found, left, strict=True):
                 mine_still = kept.get(replica, {})
                 for name in names:
-                    if name not in mine_still and id(attributes[name]) not in vectors:
-                        attributes[name] = self._copy_of(attributes[name], replica, vectors)
+                    if name not in mine_still and id(attributes[name]) not in self._vectors:
+                        attributes[name] = self._copy_of(attributes[name], replica)
                 attributes.update(mine_still)
 
-    def _copy_of(self, value: object, replica: int, vectors: Container[int]) -> Any:
+    def _copy_of(self, value: object, replica: int) -> Any:
         if not isinstance(value, torch.Tensor):
-            return private_value(value, vectors)
+            return private_value(value, self._vectors)
         key, kept = id(value), self._copies
         if key not in kept or kept[key].reference() is not value:
             kept[key] = _Copies(reference_of_entry(value, kept))
@@ -244,11 +260,13 @@ class ComponentAttributes:
                         attributes[index].pop(name, None)
 
     def end(self, leader: int) -> None:
+        for place, owner in self._owners.items():
+            self._attributes[leader][place] = self._attributes[owner][place]
         self.install(leader)
         others = [replica for replica in self._attributes if replica != leader]
         for index, module in enumerate(self._modules):
             self._kept.keep(module, leader, [(replica, self._attributes[replica][index]) for replica in others])
-        self._modules, self._attributes, self._before = [], {}, None
+        self._modules, self._attributes, self._before, self._owners, self._vectors = [], {}, None, {}, ()
         self._hooks.end()
 
 

@@ -16,16 +16,21 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import extent
 from torchstrat.core.variables import BufferSlot
+from torchstrat.replicas.in_process.made_in_runs import made_by_another
 from torchstrat.replicas.local_updates import OwnValues
+from torchstrat.replicas.state import sample
 
 
 class _BufferState:
     """One entry of a module's buffers: the tensor found there, per replica its data or what replaced it."""
 
     __slots__ = (
+        "assigned",
         "central",
         "count",
         "data",
+        "first",
+        "found",
         "has_other_views",
         "is_shared",
         "made_by",
@@ -48,6 +53,10 @@ class _BufferState:
         self.data: dict[int, torch.Tensor] = {}
         self.replaced: dict[int, torch.Tensor | None] = {}
         self.versions: dict[int, int] = {}
+        self.assigned: dict[int, int] = {}
+        """Of one that was made in the run: how often each replica has put another tensor there since."""
+        self.found, self.first = (0, 0), b""
+        """What `changes_by` gave when the others came to it, and a `sample` of it."""
         self.views: list[tuple[torch.Tensor, int]] = []
         """Other tensors that show parts of it, and where these begin."""
         self.has_other_views = False
@@ -98,6 +107,24 @@ class _BufferState:
             self._count(self.versions[replica])
         self.put(self.replaced.get(replica, self.original))
 
+    def changes_by(self, replica: int) -> tuple[int, int]:
+        """How often a replica has changed what another has made, in place and by assignment. For parked ones."""
+        return self.versions.get(replica, 0), self.assigned.get(replica, 0)
+
+    def value_of(self, replica: int) -> torch.Tensor | None:
+        """What that replica has there. For parked ones."""
+        found = self.replaced.get(replica, self.original)
+        return self.data[replica] if found is self.original and found is not None else found
+
+    def is_as_found(self, replica: int) -> bool:
+        """Of one that was made in the run, whether that replica has the values there that all began with. For parked
+        ones."""
+        value = self.value_of(replica)
+        if value is None or self.central is None:
+            return value is self.central
+        found = sample(value)
+        return found == self.first if found else _are_same(value, self.central)
+
     def level(self) -> None:
         """All edits are over: to whatever looks from now on the buffer was edited as often as by any replica."""
         if self.original is not None:
@@ -122,6 +149,7 @@ class ComponentBuffers:
         self._rules = rules
         self._own = _OwnBuffers(rules)
         self.states: list[_BufferState] = []
+        self._made: list[_BufferState] = []  # of modules that a replica has made in this run
         self._replicas: list[int] = []
         self._has_views = False
         self._modules: set[int] = set()
@@ -184,11 +212,34 @@ class ComponentBuffers:
             if not self._knows(module, name):
                 state = _BufferState(BufferSlot(module, name), value, made_by)
                 state.give_each(self._replicas, self._devices)
+                state.found, state.first = state.changes_by(made_by), b"" if value is None else sample(value)
                 state.install(made_by)
                 self.states.append(state)
+                self._made.append(state)
 
     def _knows(self, module: nn.Module, name: str) -> bool:
         return any(state.slot.module is module and state.slot.name == name for state in self.states)
+
+    def note_assignment(self, module: nn.Module, name: str, replica: int) -> None:
+        """``replica`` is about to put another tensor where a module that was made in this run may have one already."""
+        for state in self._made:
+            if state.slot.module is module and state.slot.name == name:
+                state.assigned[replica] = state.assigned.get(replica, 0) + 1
+
+    def refuse_changes_of_made(self, *, looks_at_values: bool) -> None:
+        """Of what was made in this run, all replicas that have changed it have to have done so equally often (see
+        `made_in_runs`). What several have changed is everyone's. ``looks_at_values``: for changes through ``.data``."""
+        for state in self._made:
+            for replica in self._replicas:
+                maker, changes = state.made_by, state.changes_by(replica)
+                is_changed = changes != state.found or (looks_at_values and not state.is_as_found(replica))
+                if maker in (None, replica) or not is_changed:
+                    continue
+                state.is_shared = True
+                is_as_often = changes == state.changes_by(maker) != state.found
+                if not is_as_often and not _are_same(state.value_of(replica), state.value_of(maker)):
+                    name = f"{type(state.slot.module).__name__}.{state.slot.name}"
+                    raise made_by_another(name, maker, replica)
 
     def note_use(self, module: nn.Module, replica: int) -> None:
         for state in self.states:
@@ -303,7 +354,7 @@ class ComponentBuffers:
                 state.put(state.original)
             if state.original is not None and state.central is not None:
                 state.show(state.central)
-        self.states, self._replicas, self._modules = [], [], set()
+        self.states, self._made, self._replicas, self._modules = [], [], [], set()
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -312,6 +363,10 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.to(other.device), other)
+
+
+def _are_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and _are_equal(one.nan_to_num(), other.nan_to_num()))
 
 
 class _Left(NamedTuple):

@@ -27,10 +27,12 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
+from torchstrat.replicas.in_process.made_in_runs import refuse_changes_of, settle
+from torchstrat.replicas.in_process.scaled_components import has_scaled_rows, rows_scaled_by_others
 from torchstrat.replicas.optimizer_state import SharedState
 from torchstrat.replicas.python_state import PlainTensors
-from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
-from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable
+from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights
+from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable, sample
 
 CENTRAL = -1
 """The place of the central components where no replica computes on the device that holds them."""
@@ -66,6 +68,8 @@ class Components:
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
         self._changes = 0
+        self._recorded = 0  # how many modules ever, when they were last looked through
+        self._made: list[TensorSlot] = []  # of variables that a replica has made in this run
         self.generation = 0
         """Another number whenever variables have come up in a run, or turned out to be those of all replicas."""
         self._replicas: list[int] = []
@@ -87,7 +91,7 @@ class Components:
         self._leader = replicas[0]
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
         self._installed, self._is_parked, self._steps, self.has_edits = self._home, False, 0, False
-        self._changes = members.changes
+        self._changes, self._recorded, self._made = members.changes, self._registry.counts[0], []
         copies = {replica: one for replica, one in enumerate(self._devices) if replica != self._home}
         self._common.begin(members.vectors, members.tensors, copies)
         self._take(members.tensors)
@@ -119,7 +123,7 @@ class Components:
         else:
             self.merge_rows()
             self.buffers.merge(weights, rows)
-        self._settle_newborn()
+        settle(self._made, self._replicas, self._home)
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
         self._leave()
@@ -136,7 +140,7 @@ class Components:
         self._plain.end()
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()
-        self._lazy, self._copies = [], set()
+        self._lazy, self._copies, self._made = [], set(), []
 
     # -- taking turns -----------------------------------------------------------------------------------------------
 
@@ -180,6 +184,8 @@ class Components:
 
     def activate(self, replica: int | None) -> None:
         """Install a replica's components in the user's objects. None: all replicas stand still, the slots hold all."""
+        if self._registry.changes != self._changes:
+            self._register_unused()
         self.register_newborn()
         if replica is None:
             self.park()
@@ -324,16 +330,7 @@ class Components:
     def unmerged(self, slots: Iterable[TensorSlot]) -> list[TensorSlot]:
         """Those of which one component counts when replicas have edited them; not tables that `merge_rows` merges."""
         known = renormed_weights(self._registry.modules())
-        return [slot for slot in slots if id(slot.tensor) not in known and not self._has_scaled_rows(slot)]
-
-    def _has_scaled_rows(self, slot: TensorSlot) -> bool:
-        editors = [replica for replica in self._replicas if slot.is_edited(replica)]
-        if not editors or not may_be_table(slot.tensor):
-            return False
-        first = slot.data[self._leader]
-        others = [slot.data[replica].to(first.device) for replica in self._replicas if replica != self._leader]
-        pairs = [pair for one in others if one.shape == first.shape for pair in ((first, one), (one, first))]
-        return any(len(scaled_rows(*pair, is_known=False)) for pair in pairs)
+        return [slot for slot in slots if id(slot.tensor) not in known and not has_scaled_rows(slot, self._replicas)]
 
     @property
     def home(self) -> int:
@@ -449,7 +446,7 @@ class Components:
         slot = self._new_slot(tensor)
         slot.trained = tensor.requires_grad
         slot.made_by, slot.is_shared, slot.is_copy = self._holder, False, id(tensor) in self._copies
-        slot.version = tensor._version
+        slot.version, slot.first = tensor._version, sample(tensor)
         for key in {*self._replicas, self._home}:
             same = key == self._installed
             slot.data[key] = tensor.data if same else copy_to(tensor.data, self.device_of(key))
@@ -457,15 +454,7 @@ class Components:
             slot.versions[key] = slot.version
         slot.agreed = slot.data[self._home]
         self.generation += 1
-
-    def _settle_newborn(self) -> None:
-        """What no other replica has used is as its maker left it; all else is as the leader left it."""
-        for slot in self._slots.values():
-            maker = slot.made_by
-            if maker is not None and not slot.is_shared and maker != self._leader:
-                others = [replica for replica in self._replicas if replica != maker]
-                if not any(slot.is_edited(one) or slot.grads.get(one) is not None for one in others):
-                    slot.data[self._home], slot.grads[self._home] = slot.data[maker], slot.grads.get(maker)
+        self._made.append(slot)
 
     def refresh(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Overwrite the replicas' components of ``tensors`` (default: all) with the central ones, which are installed
@@ -525,14 +514,8 @@ class Components:
         self._is_parked = False
 
     def _merge_rows_of(self, slot: TensorSlot) -> None:
-        editors = [replica for replica in self._replicas if replica != self._leader and slot.is_edited(replica)]
         mine = slot.data[self._leader]
-        is_known = bool(editors) and id(slot.tensor) in renormed_weights(self._registry.modules())
-        for replica in editors:
-            theirs = slot.data[replica].to(mine.device)
-            rows = scaled_rows(mine, theirs, is_known=is_known) if theirs.shape == mine.shape else ()
-            if not len(rows):
-                continue
+        for rows, theirs in rows_scaled_by_others(slot, self._replicas, self._registry.modules):
             if self._home == CENTRAL:
                 slot.unedited = copy_to(slot.data[CENTRAL], self._devices[self._leader])
             elif slot.unedited is None and not slot.is_edited(self._leader):
@@ -567,6 +550,23 @@ class Components:
         """The replica whose turn it is is about to register a buffer."""
         if self.buffers.was_there(module):
             self.buffers.expect(module, name, value, self._holder)
+        else:
+            self.buffers.note_assignment(module, name, self._holder)
+
+    def _register_unused(self) -> None:
+        """The turn of a replica ends: what others may find of what it has made, and not called so far."""
+        made = self._registry.modules_since(self._recorded)
+        self._attributes.add(made, self._holder)
+        for module in made:
+            if not self.buffers.was_there(module) and not any(map(is_lazy, module.buffers(recurse=False))):
+                self.buffers.add_module(module, self._holder)
+        self._recorded = self._registry.counts[0]
+
+    def refuse_changes_of_made(self, *, at_end: bool) -> None:
+        """While all replicas stand still: where what one has made in this run was changed by others otherwise.
+        ``at_end``: of the run; else it goes on."""
+        self.buffers.refuse_changes_of_made(looks_at_values=at_end)
+        refuse_changes_of(self._made, self._replicas, self._registry.describe)
 
     def register_module(self, module: nn.Module) -> None:
         """A new module's variables have their first values and are about to be used."""

@@ -347,6 +347,7 @@ class InProcessReplicas:
                 self._components.activate(None)
                 if not failed:
                     self._components.buffers.refuse_edits_of_viewed()
+                    self._components.refuse_changes_of_made(at_end=True)
                 if not failed and len(weights.active) > 1 and (not self._rounds or any(self._ends_round)):
                     self._report_differing(weights.active)
             except BaseException:

@@ -14,6 +14,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
 from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.in_process.made_in_runs import settle
 from torchstrat.replicas.local_updates import OwnValues, put_values
 from torchstrat.replicas.roster import Roster
 
@@ -47,7 +48,7 @@ class LocalComponents(Components):
             self.buffers.keep_apart()
         else:
             self.buffers.merge(weights, ())
-        self._settle_newborn()
+        settle(self._made, self._replicas, self._home)
         self._leave()
         for slot in self._slots.values():
             slot.keep_apart(slot.tensor)

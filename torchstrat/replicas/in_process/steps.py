@@ -130,6 +130,7 @@ class InProcessSteps:
                     return dict.fromkeys(optimizers, (False, is_left))
                 _let_be_one(optimizers)
             with OwnSettings():
+                self._components.refuse_changes_of_made(at_end=False)
                 slots = self._slots_of(call.tensors)
                 self._components.share(slots)
                 are_as_combined = all(is_as_combined for _, is_as_combined, _ in brought.values())
