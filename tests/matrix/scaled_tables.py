@@ -3,9 +3,6 @@ that of one device, or refused? A replica scales the rows of its own part of the
 
 Rows: what else the step does with the table. Columns: how it looks rows up. A cell trains for four steps on global
 batches whose replicas look other rows up, and compares with a plain loop.
-
-Left out: a table in no module of torch's whose every lookup is in a function compiled outside of runs, which nothing
-tells of.
 """
 
 from __future__ import annotations
@@ -50,6 +47,7 @@ class Net(nn.Module):
             self.table = nn.Embedding.from_pretrained(made, freeze=False, max_norm=NORM)
         self.head = nn.Linear(WIDTH, WIDTH).double()
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("kept", made.clone())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -104,6 +102,19 @@ def _detached(net: Net, batch: Batch) -> torch.Tensor:
 def _data(net: Net, batch: Batch) -> torch.Tensor:
     found = net.look_up(batch[0])
     return _loss(found, net, batch) + _scores(net, found, net.weight.data)
+
+
+def _read(net: Net, batch: Batch, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, read(net.weight.requires_grad_(False)))
+
+
+def _copied(weight: torch.Tensor) -> torch.Tensor:
+    return torch.asarray(weight, copy=True, requires_grad=False)
+
+
+def _buffer(net: Net, batch: Batch) -> torch.Tensor:
+    return _loss(F.embedding(batch[0], net.kept, max_norm=NORM).mean(1), net, batch)
 
 
 def _view_before(net: Net, batch: Batch) -> torch.Tensor:
@@ -265,6 +276,11 @@ def _lbfgs(net: Net) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
 
 
+OF_BUFFER = refused(
+    UnsupportedError,
+    r"looks rows up with max_norm in Net\.kept, a buffer.*torch\.nn\.Parameter\(table, requires_grad=False\)",
+    "a buffer becomes the mean of what replicas have scaled",
+)
 REFUSED = refused(
     UnsupportedError,
     r"has max_norm, and the step uses it .* beside looking rows up",
@@ -277,6 +293,7 @@ class Row(NamedTuple):
     expected: Expected = RIGHT
     step: Step = _by_backward
     optimizer: Callable[[Net], torch.optim.Optimizer] = _sgd
+    runs: int = 4
     compiled_before: bool = False
     """Whether functions are compiled before the strategy's first run."""
 
@@ -313,6 +330,10 @@ ROWS: Mapping[str, Row] = {
     "used by detach()": Row(_detached, REFUSED),
     "used by .data": Row(_data, REFUSED),
     "used by a view from before": Row(_view_before, REFUSED),
+    "used by torch.asarray": Row(partial(_read, read=_copied), REFUSED),
+    "used by as_subclass": Row(partial(_read, read=lambda weight: weight.as_subclass(torch.Tensor)), REFUSED),
+    "a buffer is looked up": Row(_buffer, OF_BUFFER),
+    "used by a view from before, in the first run": Row(_view_before, REFUSED, runs=1),
     "looked up with another norm": Row(_other_norm, REFUSED),
     "looked up without a norm": Row(_without_norm, REFUSED),
     "a part is looked up": Row(_through_a_view, REFUSED),
@@ -343,7 +364,7 @@ def _check(row: Row, column: str, place: str) -> None:
     torch.compiler.reset()
     plain = Net(column)
     optimizer = row.optimizer(plain)
-    for batch in _batches():
+    for batch in _batches()[: row.runs]:
         row.step(plain, optimizer, row.use, batch)
     if not row.compiled_before:
         torch.compiler.reset()
@@ -352,7 +373,7 @@ def _check(row: Row, column: str, place: str) -> None:
             net = Net(column)
             optimizer = row.optimizer(net)
         step = partial(row.step, net, optimizer, row.use)
-        for batch in strategy.distribute_dataset(_batches()):
+        for batch in strategy.distribute_dataset(_batches()[: row.runs]):
             strategy.run(step, args=batch and (batch,))
         strategy.extended.check_replicas()
         assert_close(dict(net.state_dict()), dict(plain.state_dict()))
@@ -361,8 +382,6 @@ def _check(row: Row, column: str, place: str) -> None:
 def cells() -> Iterator[Cell]:
     for row_name, row in ROWS.items():
         for column in COLUMNS:
-            if column == "functional.embedding" and row.compiled_before and row.expected is REFUSED:
-                continue
             for place in PLACES:
                 yield Cell(row_name, column, place, partial(_check, row, column, place), row.expected)
 
@@ -373,6 +392,12 @@ def _install_central_unmerged(self: Components) -> None:
 
 
 _install_central = Components.install_central
+
+
+class _Forgets(list[None]):
+    def append(self, one: None) -> None:
+        pass
+
 
 # -- planted faults --------------------------------------------------------------------------------------------------
 
@@ -422,6 +447,26 @@ FAULTS = (
         "a merge_call goes on with the rows that the first replica has scaled",
         switched_off(Components, "install_central", _install_central_unmerged),
         cells_at("a merge_call", "nn.Embedding"),
+    ),
+    PlantedFault(
+        "torch.asarray asks nobody",
+        switched_off(scaling_lookups, "have_readers_ask", lambda kind: lambda: None),
+        cells_at("used by torch.asarray", "nn.Embedding", "mirrored x2"),
+    ),
+    PlantedFault(
+        "a function that has been compiled keeps its lookups",
+        switched_off(_torch_private, "_compiled_lookups", _Forgets()),
+        cells_at("looked up and used in a function compiled before", "functional.embedding", "mirrored x2"),
+    ),
+    PlantedFault(
+        "nobody looks for views that are there already",
+        switched_off(scaling_lookups, "_views_of", lambda tables: []),
+        cells_at("used by a view from before, in the first run", "functional.embedding", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "a buffer is a table like others",
+        switched_off(scaling_lookups.ScalingLookups, "_refuse_buffers", lambda self, table: None),
+        cells_at("a buffer is looked up", "nn.Embedding", "mirrored x2"),
     ),
 )
 

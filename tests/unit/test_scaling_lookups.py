@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
+import torchstrat as ts
 from tests.support.replicas import opened
 from torchstrat.errors import UnsupportedError
 
@@ -47,6 +49,10 @@ USES = {
     "__array__": lambda weight: numpy.asarray(weight),
     "deepcopy": copy.deepcopy,
     "embedding with max_norm=None": lambda weight: nn.functional.embedding(torch.tensor([3]), weight),
+    "tensor": lambda weight: torch.tensor(weight),
+    "as_tensor": lambda weight: torch.as_tensor(weight),
+    "asarray": lambda weight: torch.asarray(weight),
+    "as_subclass": lambda weight: weight.as_subclass(torch.Tensor),
     "detach": lambda weight: nn.ParameterList([weight]).state_dict(),
 }
 
@@ -136,6 +142,31 @@ def test_lookups_outside_of_runs_are_pytorchs():
         table = _table()
         table(ids)
         assert table.weight.norm() < _table().weight.norm()
+
+
+def test_what_reads_tensors_is_pytorchs_again_after_a_run():
+    readers = torch.tensor, torch.as_tensor, torch.asarray
+    with opened("mirrored x2") as strategy:
+        with strategy.scope():
+            table = _table()
+        strategy.run(lambda: table(torch.tensor([1, 2])))
+        assert (torch.tensor, torch.as_tensor, torch.asarray) == readers
+
+
+def test_a_use_on_a_replica_that_looks_nothing_up():
+    with opened("mirrored x2") as strategy:
+        with strategy.scope():
+            table = _table()
+
+        def step(*, looks_up: int) -> None:
+            if ts.get_replica_context().replica_id_in_sync_group == looks_up:
+                table(torch.tensor([1, 2]))
+            else:
+                table.weight.norm()
+
+        for looks_up in (0, 1):
+            with pytest.raises(UnsupportedError, match=r"Embedding\.weight \(6, 3\) has max_norm, .*\(norm\)"):
+                strategy.run(partial(step, looks_up=looks_up))
 
 
 def test_one_replica_uses_its_table_as_it_likes():

@@ -9,13 +9,17 @@ a row that another replica has scaled already would be scaled anew.
 
 Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run begins, others from their first lookup.
 
-Not told: what asks no class (``torch.tensor(weight)``); a table in none of these modules whose lookups are all made in
-functions that have been compiled outside of runs, and a view of one from before its first lookup in any run.
+Nor may a replica that looks nothing up use a table in which another one has looked rows up by then. That is known of
+replicas in one process.
+
+Not told: what asks no class (``torch.Tensor(weight)``, ``other.new_tensor(weight)``, C++ extensions); and of a table in
+none of these modules, before its first lookup in any run, what other replicas have done, and what ``.data`` has given.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import sys
 import weakref
@@ -29,6 +33,7 @@ from torch.nn import functional as F
 
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
+    have_readers_ask,
     is_compiler_at_work,
     new_hook_key,
     put_lookup_hook,
@@ -55,14 +60,18 @@ Refuse = Callable[[torch.Tensor, str], UnsupportedError]
 class _Group:
     """A table and its views, as one replica has them."""
 
-    __slots__ = ("_is_inside", "_is_paused", "_members", "_norm", "_refuse")
+    __slots__ = ("_is_inside", "_is_levelled", "_is_paused", "_members", "_norm", "_refuse", "has_looked_up", "used_by")
 
     def __init__(self, tensors: Iterable[torch.Tensor], refuse: Refuse) -> None:
         self._members: list[tuple[weakref.ref[torch.Tensor], type]] = []
         self._refuse = refuse
         self._norm: Norm | str = _NOT_YET
-        self._is_paused = False
+        self._is_paused = self._is_levelled = False
         self._is_inside = False  # a lookup that has scaled rows and not yet read them
+        self.has_looked_up = False
+        """Whether there has been a lookup since what replicas have scaled was last brought together."""
+        self.used_by = ""
+        """What has used the table otherwise since, before any lookup."""
         for tensor in tensors:
             self.add(tensor)
 
@@ -80,6 +89,16 @@ class _Group:
 
     def has(self, tensor: torch.Tensor) -> bool:
         return any(one() is tensor for one, _ in self._members)
+
+    @property
+    def ids(self) -> set[int]:
+        """What `id` gives for each of them."""
+        return {id(one()) for one, _ in self._members}
+
+    @property
+    def is_at_step(self) -> bool:
+        """Whether this replica has come to where scaled rows are brought together."""
+        return self._is_paused and self._is_levelled
 
     @property
     def is_used(self) -> bool:
@@ -106,12 +125,14 @@ class _Group:
     def pause(self, *, is_levelled: bool) -> None:
         """Nobody asks until `go_on`. ``is_levelled``: what replicas have scaled is brought together now."""
         self.lift()
-        self._is_paused = True
+        self._is_paused, self._is_levelled = True, is_levelled
         if is_levelled:
             self._norm = _NOT_YET
 
     def go_on(self) -> None:
-        self._is_paused = False
+        if self._is_levelled:
+            self.has_looked_up, self.used_by = False, ""
+        self._is_paused = self._is_levelled = False
         self.put()
 
     @contextmanager
@@ -126,7 +147,7 @@ class _Group:
 
     def look_up(self, norm: Norm) -> None:
         """A lookup has scaled rows, and is about to read them."""
-        self._norm, self._is_inside = norm, True
+        self._norm, self._is_inside, self.has_looked_up = norm, True, True
 
     def is_alike(self, norm: tuple[Any, Any]) -> bool:
         """Whether all lookups so far have been with this norm."""
@@ -135,11 +156,15 @@ class _Group:
     def ask(self, table: torch.Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises `UnsupportedError` where ``func`` uses ``table`` after lookups otherwise than in lookups like them."""
         is_inside, self._is_inside = self._is_inside, False
-        if not self.is_used or func in _ASKS_FORM or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
+        if func in _ASKS_FORM or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
             return
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__  # type: ignore[attr-defined]  # the property
+        if not self.is_used:
+            if not (func in _LOOKUPS and kwargs.get("max_norm") is not None):
+                self.used_by = name
+            return
         if func in _LOOKUPS and args[1] is table:
             name = f"{name} with max_norm={kwargs.get('max_norm')}"
             if self.is_alike((kwargs.get("max_norm"), kwargs.get("norm_type", 2.0))):
@@ -148,6 +173,12 @@ class _Group:
             self._norm = _SCALED
             return
         raise self._refuse(table, name)
+
+    def refuse(self, by: str) -> UnsupportedError:
+        """What there is to say of such a use by this replica."""
+        table = self._members[0][0]()
+        assert table is not None, "a member that is no more is forgotten"
+        return self._refuse(table, by)
 
 
 _NOT_YET, _SCALED = "not yet looked up", "scaled as a whole since"
@@ -199,11 +230,25 @@ class _Asks(torch.Tensor):
                         group.add(made, as_parameter=_is_for_parameter(func))
             return result
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        return type(self).__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         group = _asking[id(self)]
         with group.lifted():
             group.ask(self, copy.deepcopy, (self,), {})
             return copy.deepcopy(self, memo)
+
+
+def _is_part_of(one: torch.Tensor, table: torch.Tensor) -> bool:
+    return share_storage(one, table) and overlap(one, table)
+
+
+def _views_of(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views that the program has already made of a table, which nobody has known until now."""
+    known = {id(table) for table in tables}
+    found = [one for one in gc.get_objects() if type(one) is torch.Tensor and one._is_view()]
+    return [one for one in found if id(one._base) in known and id(one) not in known]
 
 
 _classes: dict[type, type] = {}
@@ -226,6 +271,8 @@ class ScalingLookups:
         self._others = WeakOrdered()  # tables in no module of torch's
         self._modules: tuple[int, list[weakref.ref[nn.Module]]] = (-1, [])  # with the registry's count of changes
         self._groups: dict[int, list[_Group]] = {}  # by replica
+        self._replicas: list[int] = []
+        self._end_asking: Callable[[], None] | None = None
         if num_replicas > 1:
             watch_scaling_lookups()
 
@@ -233,13 +280,15 @@ class ScalingLookups:
         """A run of these begins."""
         if self._num_replicas == 1:
             return
+        self._replicas = list(replicas)
         put_lookup_hook(self._key, self._note)
         if self._modules[0] != self._registry.changes:
             found = scaling_tables(self._registry.modules())
             self._modules = self._registry.changes, [weakref.ref(one) for one in found]
         if self._modules[1] or self._others.count:
             known = {id(table): table for table in self._tables()}.values()
-            self._groups = {replica: [self._group([table]) for table in known] for replica in replicas}
+            self._groups = {replica: [self._group([table]) for table in known] for replica in self._replicas}
+            self._have_readers_ask()
 
     def _tables(self) -> Iterator[torch.Tensor]:
         """Those that are known."""
@@ -250,13 +299,34 @@ class ScalingLookups:
                 yield weight
         yield from self._others.alive()
 
-    def end(self) -> None:
-        """It has ended, or failed."""
+    def _have_readers_ask(self) -> None:
+        if self._end_asking is None:
+            self._end_asking = have_readers_ask(_Asks)
+
+    def end(self) -> UnsupportedError | None:
+        """It has ended, or failed. What there is to say of uses that other replicas' lookups forbid."""
         remove_lookup_hook(self._key)
+        found = None
+        if self._end_asking is not None:
+            self._end_asking()
+            self._end_asking = None
         if self._groups:
+            found = self._used_elsewhere(self._all())
             for group in self._all():
                 group.pause(is_levelled=True)  # for good: a replica may still be in what it has been stopped in
             self._groups = {}
+        return found
+
+    def _used_elsewhere(self, groups: Iterable[_Group]) -> UnsupportedError | None:
+        """``groups``: of replicas that have come to where scaled rows are brought together."""
+        looked_up, used = set[int](), list[_Group]()
+        for group in groups:
+            if group.has_looked_up:
+                looked_up |= group.ids
+            elif group.used_by:
+                used.append(group)
+        refused = (group for group in used if not looked_up.isdisjoint(group.ids))
+        return next((group.refuse(group.used_by) for group in refused), None)
 
     def switch(self, replica: int | None) -> None:
         """It is the turn of this one; None: all stand still, and what any has looked up asks."""
@@ -272,6 +342,10 @@ class ScalingLookups:
         `end_step`."""
         for group in self._groups.get(replica, ()):
             group.pause(is_levelled=any(map(group.has, tensors)))
+        if self._groups:
+            found = self._used_elsewhere(group for group in self._all() if group.is_at_step)
+            if found is not None:
+                raise found
 
     def end_step(self, replica: int) -> None:
         for group in self._groups.get(replica, ()):
@@ -290,24 +364,38 @@ class ScalingLookups:
         groups = self._groups.setdefault(context.replica_id_in_sync_group, [])
         group = next((one for one in groups if one.has(table)), None)
         if group is None:
-            meant = self._meant_by(table)
-            if not meant:
+            self._refuse_buffers(table)
+            shown = self._variables_of(table)
+            if not shown and table.is_leaf:  # what a replica has for itself is its own affair
                 return
-            group = self._group(meant)
+            meant = list({id(one): one for one in (*shown, table)}.values())
+            group = self._group([*meant, *(_views_of(shown) if shown else ())])  # known from now on
             groups.append(group)
+            for replica in self._replicas if shown else ():
+                if replica != context.replica_id_in_sync_group:
+                    self._groups.setdefault(replica, []).append(self._group(shown))
+            self._have_readers_ask()
         group.look_up((max_norm, norm_type))
         group.put()
 
-    def _meant_by(self, table: torch.Tensor) -> list[torch.Tensor]:
-        """The table with the variables whose memory it shares. What a replica has for itself is its own affair, but
-        what it has computed it may have computed from a variable."""
+    def _refuse_buffers(self, table: torch.Tensor) -> None:
+        for slot in self._registry.buffer_slots():
+            if slot.tensor is table or (slot.tensor is not None and _is_part_of(slot.tensor, table)):
+                raise UnsupportedError(
+                    f"the step looks rows up with max_norm in {type(slot.module).__name__}.{slot.name}, a buffer. A "
+                    f"lookup scales rows in place, and each of {self._num_replicas} replicas only those of its own part"
+                    " of the batch, while a buffer becomes the mean of what replicas have. Make the table a parameter: "
+                    "torch.nn.Parameter(table, requires_grad=False) if it is not trained."
+                )
+
+    def _variables_of(self, table: torch.Tensor) -> list[torch.Tensor]:
+        """Those whose memory a table shares. One without any a replica may have computed from a variable."""
         copied, variables = self._registry.copied(), self._registry.tensors()
-        variables += [slot.tensor for slot in self._registry.buffer_slots() if slot.tensor is not None]
-        shown = [one for one in variables if one is table or (share_storage(one, table) and overlap(one, table))]
+        shown = [one for one in variables if one is table or _is_part_of(one, table)]
         shown = [one for one in shown if id(one) not in copied]
         for one in shown:
             self._others.add(one)
-        return list({id(one): one for one in (table, *shown)}.values()) if shown or not table.is_leaf else []
+        return shown
 
     def _refused(self, table: torch.Tensor, by: str) -> UnsupportedError:
         return UnsupportedError(

@@ -341,13 +341,15 @@ class InProcessReplicas:
 
     def _end(self, weights: StepWeights, *, failed: bool) -> None:
         self._process_settings.end()
-        self._lookups.end()
+        refused = self._lookups.end()
         with OwnSettings():
             try:
                 self._components.activate(None)
                 if not failed:
                     self._components.buffers.refuse_edits_of_viewed()
                     self._components.refuse_changes_of_made(at_end=True)
+                    if refused is not None:
+                        raise refused
                 if not failed and len(weights.active) > 1 and (not self._rounds or any(self._ends_round)):
                     self._report_differing(weights.active)
             except BaseException:
