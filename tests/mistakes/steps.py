@@ -160,6 +160,17 @@ class Steps(Area):
         with strategy.no_sync():
             strategy.run(scale_and_step)
 
+    @raises(UnsupportedError, r"Linear\.weight \(1, 3\)", "changed between runs", r"in a step \(Strategy\.run\)")
+    def a_part_of_a_gradient_scaled_between_runs(self) -> None:
+        strategy = self.mirrored()
+        trained = self.trained(strategy)
+        backward = lambda: trained.model(torch.ones(2, 3)).sum().backward()  # noqa: E731
+        with strategy.no_sync():
+            strategy.run(backward)
+        for parameter in trained.model.parameters():
+            parameter.grad.mul_(0.5)
+        strategy.run(trained.optimizer.step)
+
     @warns("a bare parameter of shape", "has not seen", r"put a bare parameter into one")
     def a_bare_parameter(self) -> None:
         strategy = self.mirrored()

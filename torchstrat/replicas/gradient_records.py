@@ -208,7 +208,9 @@ class GradientRecords:
         return {
             name: fingerprint([tensor.grad])
             for name, tensor in roster.items()
-            if tensor.grad is not None and self.status_of(tensor) is GradientStatus.NEW
+            if tensor.grad is not None
+            and not self.of(tensor).accumulated
+            and self.status_of(tensor) is GradientStatus.NEW
         }
 
     def settle(self, roster: Roster, found: Sequence[dict[str, tuple[float, float]]]) -> None:

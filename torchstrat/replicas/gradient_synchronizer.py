@@ -76,6 +76,7 @@ class GradientSynchronizer:
         self._no_sync = 0  # open blocks
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
+        self.before_adding_outside: Callable[[], object] = nothing  # where a backward pass outside of runs adds
         self.has_unweighted_parts = False
         """Whether the last run has accumulated under a `no_sync` of its own, and not combined: see `weigh_parts`."""
         self.records = GradientRecords(op)
@@ -189,6 +190,8 @@ class GradientSynchronizer:
     ) -> torch.Tensor | None:
         if self._expected:
             self._use_expected(tensor)
+        if not self._active:
+            self.before_adding_outside()
         if not self._active or id(tensor) not in self._index:
             return None
         if is_watched:
@@ -414,12 +417,12 @@ class GradientSynchronizer:
             if state.accumulated and index not in ready and (tensor.grad is None or not as_dense(tensor.grad).any()):
                 state.accumulated, state.base = False, None
 
-    def _exchange_places(self, ready: Iterable[int], loose: Iterable[int] = ()) -> torch.Tensor:
+    def _exchange_places(self, ready: Iterable[int], loose: Iterable[int] = (), *, parts: bool = True) -> torch.Tensor:
         """Per rank and tensor: 0 for no gradient in this pass, else its place in that rank's ready order, from 1.
 
         Gradients left over from ``no_sync`` are last."""
         order = dict.fromkeys(ready)
-        if self._works_by_parts:
+        if self._works_by_parts and parts:
             order.update(dict.fromkeys(i for i, tensor in enumerate(self._tensors) if self._has_part(tensor)))
         own = places_in(order, self._tensors, self._again, loose)
         return torch.stack(self._communicator.all_gather(own, self._call))
@@ -560,7 +563,7 @@ class GradientSynchronizer:
         if self.records.are_as_combined(tensors) or not self.records.left_over(tensors):
             return
         at = {self._index[id(tensor)]: places[id(tensor.grad)] for tensor in tensors}
-        for index in self.catch_up(tensors):
+        for index in self.catch_up(tensors, alone=True):
             if (gradient := self._tensors[index].grad) is None:
                 continue
             if index in at:
@@ -568,21 +571,21 @@ class GradientSynchronizer:
             else:  # other ranks clip it: this one had none until now
                 gradients.append(gradient)
 
-    def catch_up(self, candidates: Sequence[torch.Tensor]) -> set[int]:
+    def catch_up(self, candidates: Sequence[torch.Tensor], *, alone: bool = False) -> set[int]:
         """Combine what any rank has left over among ``candidates``, in a pass of its own, and return the places of
-        these. All ranks call it."""
+        these. All ranks call it. ``alone``: not what runs have left of others, too."""
         self._begin_pass(CATCH_UP)
         self._forget_zeroed(())
         ready = {self._index[id(tensor)]: None for tensor in self.known(self.records.left_over(candidates))}
         loose = [self._index[id(tensor)] for tensor in self.known(self.records.had_alone(candidates))]
-        places = self._exchange_places(ready, loose)
+        places = self._exchange_places(ready, loose, parts=not alone)
         lacking = lacking_in(places)  # they get what is made of combined gradients as it is
         for index, source in lacking.items():
             self._hand_over(index, source, CATCH_UP)
         dense, sparse, _ = (kind - lacking.keys() for kind in kinds_in(places))
         self._combine_dense(sorted(dense), ready)
         self._reducer.combine_sparse(sorted(sparse - dense), ready)
-        self.pending = False
+        self.pending &= alone
         return dense | sparse | lacking.keys()
 
     def _hand_over(self, index: int, source: int, call: str) -> None:
@@ -590,11 +593,8 @@ class GradientSynchronizer:
         (gradient,) = broadcast_gradients(self._communicator, [tensor.grad], [tensor], source, call)
         self.records.take_over(tensor, gradient, GradientStatus.COMBINED)
 
-    # -- replicas that sit a run out --------------------------------------------------------------------------------
-
-    def combine_parts(self, roster: Roster, communicator: Communicator, weight: float, *, is_all: bool) -> None:
-        """Combine what runs have accumulated, before or after a run in which some ranks have no part: those could not
-        do to a part of theirs what the step does to it. All ranks of ``communicator`` call it, outside of a run."""
+    def combine_parts(self, roster: Roster, communicator: Communicator, weight: float = 1.0, *, is_all: bool) -> None:
+        """Combine what runs have left. All ranks of ``communicator`` call it, outside of a run."""
         self.begin(roster, communicator, lambda: weight, is_all=is_all)
         self.catch_up(self.records.with_parts())
         self.end()

@@ -35,6 +35,7 @@ from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import agree
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
+from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 
 Hook = Callable[[Optimizer, Any, Any], Any]
@@ -361,9 +362,26 @@ class Step(Protocol):
     def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None: ...
 
 
+class LeftGradients(NamedTuple):
+    """Gradients that runs under `no_sync` have left, a part on every replica, for the next run or step to combine."""
+
+    tensors: Callable[[], Sequence[torch.Tensor]]
+    """The variables; none where nothing is left."""
+    combine: Callable[[], None]
+    """All of them, on all replicas."""
+
+
+def left_gradients(gradients: GradientSynchronizer, rosters: Rosters, world: Communicator) -> LeftGradients:
+    """Those of a replica in a process of its own."""
+    return LeftGradients(
+        lambda: rosters.now().tensors if gradients.pending else (),
+        lambda: gradients.combine_parts(rosters.now(), world, is_all=True),
+    )
+
+
 class StepsOutside:
-    """Watches optimizers until `stop`. ``begin`` and ``end`` surround a step: the variables are known only in between.
-    ``begin`` returns whether there is anything to do.
+    """Watches optimizers, and functions that clip, until `stop`. ``begin`` and ``end`` surround a step: the variables
+    are known only in between. ``begin`` returns whether there is anything to do.
 
     An optimizer that a later strategy watches is that one's.
     """
@@ -376,11 +394,13 @@ class StepsOutside:
         begin: Callable[[], bool],
         end: Callable[[], None],
         has_own_state: Callable[[Optimizer], bool],
+        left: LeftGradients,
         *,
         owns: bool,
     ) -> None:
         """``has_own_state``: whether an optimizer's state is the owner's alone."""
         self._step = step
+        self._left = left
         self._has_own_state = has_own_state
         self._begin, self._end = begin, end
         self._owns = owns
@@ -389,8 +409,14 @@ class StepsOutside:
         self._paused = 0
         self._is_begun = False
         self._keeps_state = owns
+        self._watches_clipping = False
 
     def watch(self, optimizers: list[Optimizer]) -> None:
+        if not self._watches_clipping:
+            self._watches_clipping = True
+            method = weakref.WeakMethod(self._before_clipping)
+            put_clipping_hook(id(self), lambda gradients: (hook := method()) and hook(gradients))
+            weakref.finalize(self, remove_clipping_hook, id(self)).atexit = False
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
@@ -427,12 +453,28 @@ class StepsOutside:
         """The strategy is closed: optimizers are ordinary ones again."""
         self._paused += 1
         self._keeps_state = True
+        remove_clipping_hook(id(self))
         for optimizer in list(self._handles):
             self._let_go(optimizer)
 
     def _let_go(self, optimizer: Optimizer) -> None:
         for handle in self._handles.pop(optimizer, ()):
             handle.remove()
+
+    def combine(self) -> Sequence[torch.Tensor]:
+        """The program is about to add to gradients, or to clip them: it is to find what one device would have. Returns
+        the variables of which something may have been combined now."""
+        if self._paused or self._step.is_part_of_another() or not (tensors := self._left.tensors()):
+            return []
+        self._left.combine()
+        return tensors
+
+    def _before_clipping(self, gradients: list[torch.Tensor]) -> None:
+        before = [tensor.grad for tensor in self._left.tensors()]
+        places = {id(gradient): place for place, gradient in enumerate(gradients)}
+        for gradient, tensor in zip(before, self.combine(), strict=False):
+            if id(gradient) in places and tensor.grad is not None:
+                gradients[places[id(gradient)]] = tensor.grad
 
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
         if self._paused or self._step.is_part_of_another():

@@ -219,6 +219,45 @@ def stepped_outside_of_runs() -> Training:
     return Training(backward, {"model": model}, backward, frozenset({0, 1, 2, 4}), after=after)
 
 
+def used_between_runs(use: Callable[[nn.Module], object], loss: Callable[[torch.Tensor], torch.Tensor]) -> Training:
+    """What runs under no_sync have left, in the program's hands before the run that steps."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.02)
+    accumulate = plain_step(model, loss=loss)
+
+    def step(batch: Batch) -> torch.Tensor:
+        losses = accumulate(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    def before(index: int) -> None:
+        if index in (1, 3, 4):
+            use(model)
+
+    return Training(step, {"model": model}, accumulate, frozenset({0, 2, 3}), before=before)
+
+
+def _penalize(model: nn.Module) -> None:
+    torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+
+
+def clipped_in_parts() -> Training:
+    """What runs under no_sync have left, in a run without a backward pass, one by one."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.1)
+
+    def step(batch: Batch) -> torch.Tensor:
+        x, y = batch
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return squared_error(model(x), y).detach()
+
+    return Training(step, {"model": model}, plain_step(model), frozenset({0, 2, 3}))
+
+
 def edited_before_the_others_have_finished_backward() -> Training:
     """Under no_sync no replica waits for the others, and this one edits its weights right away."""
     model = Mlp()
@@ -299,7 +338,14 @@ CASES = (
         no_sync_within_the_step,
         no_sync_up_to_the_next_run,
         stepped_outside_of_runs,
+        clipped_in_parts,
         batches=_uneven,
+    ),
+    Case("clipped_between_runs", partial(used_between_runs, _clip_once, torch.mean), _uneven),
+    Case("penalized_between_runs", partial(used_between_runs, _penalize, torch.mean), _uneven),
+    *(
+        Case(name, partial(used_between_runs, use, torch.sum), _idle, gradient_reduce_op="sum")
+        for name, use in (("sums_clipped_between_runs", _clip_once), ("sums_penalized_between_runs", _penalize))
     ),
     *named(edited_before_the_others_have_finished_backward, gradient_reduce_op="sum"),
 )

@@ -49,7 +49,7 @@ from torchstrat.replicas.local_updates import (
     require_rows_for_all,
 )
 from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.optimizer_step import StepsOutside
+from torchstrat.replicas.optimizer_step import LeftGradients, StepsOutside
 from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import (
@@ -116,8 +116,14 @@ class InProcessReplicas:
                 new_hook_key(),
             )
         self._steps_outside = StepsOutside(
-            self, lambda: self._gradients.is_pending, lambda: None, lambda _: False, owns=True
+            self,
+            lambda: self._gradients.is_pending,
+            lambda: None,
+            lambda _: False,
+            LeftGradients(lambda: self.registry.tensors() if self._gradients.is_pending else (), self._combine_left),
+            owns=True,
         )
+        self._gradients.before_adding_outside = self._steps_outside.combine
         self._entry = threading.Lock()
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
@@ -225,7 +231,7 @@ class InProcessReplicas:
         # Resolved before anything runs: a value without a component for some replica must change nothing.
         inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
         if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
-            self._between_runs(StepWeights(range(self.num_replicas)), self._gradients.combine_parts)
+            self._combine_left()
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         try:
@@ -293,6 +299,9 @@ class InProcessReplicas:
 
     # An optimizer's step outside of runs, where these have left gradients uncombined: see `StepsOutside`.
 
+    def _combine_left(self) -> None:
+        self._between_runs(StepWeights(range(self.num_replicas)), self._gradients.combine_parts)
+
     def is_part_of_another(self) -> bool:
         return self._baton is not None
 
@@ -327,6 +336,8 @@ class InProcessReplicas:
         replicas = weights.active
         with OwnSettings():
             members = self.registry.members()
+            if self._gradients.is_pending:
+                self._gradients.refuse_edited_parts()
             self._components.begin(replicas, members)
             self._gradients.begin(baton, weights, members)
         self._ends_round = []

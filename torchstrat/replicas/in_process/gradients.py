@@ -15,12 +15,15 @@ import torch
 
 from torchstrat.core import gradients as arithmetic
 from torchstrat.core.communicator import Words, Work
+from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
+from torchstrat.replicas.backward_pass import nothing
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients
+from torchstrat.replicas.gradient_reducer import as_dense
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
@@ -225,6 +228,7 @@ class InProcessGradients:
         self._combines = combines
         self._components = components
         self._op = op
+        self._describe = registry.describe
         self._rosters = Rosters(registry, is_only=True)
         self._shielded = _Shielded()
         self._of = [GradientSynchronizer(op, uninterrupted=self._shielded) for _ in range(count)]
@@ -237,6 +241,8 @@ class InProcessGradients:
         self._began = 0  # the generation of variables with which the run has begun
         self._seen: dict[int, int] = {}  # replica → that with which it counts
         self.hooks = GradientHooks(self, lambda: None if self._baton is None else self._baton.holder)
+        self.before_adding_outside: Callable[[], object] = nothing
+        """Called where a backward pass outside of runs is about to add to a gradient."""
 
     @property
     def of_replicas(self) -> Sequence[GradientSynchronizer]:
@@ -286,6 +292,9 @@ class InProcessGradients:
         pending = self._combines and (active[0].pending or active[0].no_sync)
         for gradients in self._of:
             gradients.pending = pending
+        if pending:
+            roster = self._rosters.now()
+            self.hooks.attach_to_run(roster.tensors, roster.layout, early=True)
         self.communicator.end()
         self.twins.end()
         self._baton = self._shielded.baton = None
@@ -305,6 +314,22 @@ class InProcessGradients:
     def is_pending(self) -> bool:
         """Whether runs have left gradients uncombined."""
         return self._of[0].pending
+
+    def refuse_edited_parts(self) -> None:
+        """A run begins. The program sees the first replica's part of what runs have left uncombined, and whatever it
+        has made of that says nothing of the others' parts; unless it has zeroed it, or taken it away."""
+        for slot in self._components.slots():
+            tensor = slot.reference()
+            if tensor is None or tensor.grad is None or slot.is_grad_untouched(tensor.grad):
+                continue
+            has_parts = any(gradients.records.of(tensor).accumulated for gradients in self._of)
+            if has_parts and as_dense(tensor.grad).any():
+                raise UnsupportedError(
+                    f"the gradient of {self._describe(tensor)} was changed between runs where each replica "
+                    "of this process has a part of its own in it, which a run under no_sync has left; what was changed "
+                    "is the first one's alone. Change it in a step (Strategy.run), or leave no_sync before the last "
+                    "run that adds to it. Zeroing it, backward(), clipping and optimizer.step() need no run."
+                )
 
     @property
     def needs_early_hooks(self) -> bool:
@@ -366,7 +391,10 @@ class InProcessGradients:
         self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
     ) -> torch.Tensor | None:
         gradients = self._now(tensor)
-        return None if gradients is None else gradients.before_accumulation(tensor, gradient, is_watched)
+        if gradients is None:
+            self.before_adding_outside()
+            return None
+        return gradients.before_accumulation(tensor, gradient, is_watched)
 
     def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
         gradients = self._current  # every pass asks for every variable

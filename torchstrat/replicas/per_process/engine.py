@@ -46,7 +46,7 @@ from torchstrat.replicas.collective_functions import AllGather, AllReduce, diffe
 from torchstrat.replicas.engine import StepWeights, add_note, add_replica_note, adoption_warning
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, put_hooks, remove_hooks
+from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, left_gradients, put_hooks, remove_hooks
 from torchstrat.replicas.per_process.drift import compare
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
@@ -127,9 +127,11 @@ class PerProcessReplica:
             self._policy, self._gradients, self._lookups, gradient_op, self.registry.note_step_of
         )
         self._outside_step = OptimizerStep(self._outside_policy, self._gradients, self._lookups, gradient_op)
+        left = left_gradients(self._gradients, self._rosters, communicator)
         self._steps_outside = StepsOutside(
-            self._outside_step, self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
+            self._outside_step, self._begin_outside, self._gradients.end, self._is_of_owner, left, owns=owns
         )
+        self._gradients.before_adding_outside = self._steps_outside.combine
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -398,7 +400,7 @@ class PerProcessReplica:
         )
         idle.before_run()
         if self._gradients.pending:
-            self._gradients.combine_parts(roster, self._world, 1.0, is_all=True)
+            self._gradients.combine_parts(roster, self._world, is_all=True)
         assert self._weights is not None
         result = None
         group = self._world.subgroup(tuple(active))
@@ -421,9 +423,8 @@ class PerProcessReplica:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         self._find_owners()
-        is_all = self._communicator is self._world
         weight = partial(weights.of_gradients, self.gradient_op, me)
-        self._gradients.begin(roster, self._communicator, weight, is_all=is_all)
+        self._gradients.begin(roster, self._communicator, weight, is_all=self._communicator is self._world)
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
         self._edits.state.begin([] if self._central and self._storage is None else members.helpers)
