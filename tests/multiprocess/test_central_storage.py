@@ -182,6 +182,19 @@ def train_sparse_momentum() -> Numbers:
     return job.close() | numbers
 
 
+def train_from_a_snapshot_twice() -> Numbers:
+    """PyTorch does not copy what it loads: steps change the snapshot, and what another optimizer has of the same."""
+    job = Job()
+    job.train(1)
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    numbers: Numbers = {}
+    for rows in (8, 1):
+        job.optimizer.load_state_dict(saved)
+        job.train(1, rows=rows)
+        numbers |= job.numbers(f"after {job.number}: ")
+    return job.close() | numbers
+
+
 WHO = {"between runs": ((0, 1), False), "in a run": ((0, 1), True), "in a run, by the first alone": ((0,), True)}
 PROGRAMS: dict[str, tuple[Callable[..., Numbers], tuple[Any, ...]]] = {
     **{f"{edit} {when}": (train_with_edit, (edit, *who)) for edit in EDITS for when, who in WHO.items()},
@@ -201,6 +214,10 @@ def test_it_is_as_in_a_plain_program(name: str, run: Run) -> None:
     """Edits count once, also those that no counter of torch's sees."""
     program, args = PROGRAMS[name]
     assert_same(run(program, *args), program(*args))
+
+
+def test_what_was_loaded_follows_the_steps(two_processes: Workers) -> None:
+    assert_same(two_processes.run(train_from_a_snapshot_twice), train_from_a_snapshot_twice())
 
 
 def test_state_that_is_sparse(two_processes: Workers) -> None:

@@ -78,6 +78,38 @@ def changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> list[d
 _NOTHING = object()
 
 
+def entries(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Its groups, and then the state of each parameter, in an order that is the same on all ranks."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    states = [optimizer.state.get(tensor) for tensor in tensors]
+    return [*optimizer.param_groups, *(one if isinstance(one, dict) else {} for one in states)]
+
+
+def tensors_in(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
+    """Those in its `entries`, by place and name."""
+    found = enumerate(entries(optimizer))
+    return {
+        (place, name): one for place, entry in found for name, one in entry.items() if isinstance(one, torch.Tensor)
+    }
+
+
+def keep_tensors(optimizer: Optimizer, before: Mapping[tuple[int, str], torch.Tensor]) -> None:
+    """Let these be in their places again, with the values of those that are there now: the program may hold them
+    elsewhere too, in what it has loaded."""
+    now = entries(optimizer)
+    for (place, name), own in before.items():
+        told = now[place].get(name)
+        if isinstance(told, torch.Tensor) and told is not own and are_alike(own, told):
+            with torch.no_grad():
+                now[place][name] = own.copy_(told)
+
+
+def are_alike(own: torch.Tensor, told: torch.Tensor) -> bool:
+    """Whether ``own`` can have the values of ``told``, and be what it was."""
+    is_plain = own.layout == told.layout == torch.strided and not own.is_inference()
+    return is_plain and (own.shape, own.dtype, own.device) == (told.shape, told.dtype, told.device)
+
+
 def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
     found: list[Any] = []

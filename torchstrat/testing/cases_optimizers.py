@@ -25,6 +25,7 @@ from torchstrat.testing.training import (
     named,
     plain_step,
     plain_training,
+    regression,
     sgd,
     squared_error,
     train_step,
@@ -338,6 +339,21 @@ def state_dict_round_trip() -> Training:
     return Training(plain_step(model, optimizer), watch, after=after)
 
 
+def snapshot_loaded_again() -> Training:
+    """What is loaded is not copied: steps change the snapshot, which is loaded once more."""
+    model = Mlp()
+    optimizer = adam(model)
+    saved: list[dict[str, Any]] = []
+
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        if step_index == 0:
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        if step_index in (1, 3):
+            optimizer.load_state_dict(saved[0])
+
+    return Training(plain_step(model, optimizer), {"model": model, "optimizer": optimizer}, after=after)
+
+
 def begun_elsewhere(make: Callable[[Any], torch.optim.Optimizer], *names: str) -> Training:
     """The optimizer is given the state of an earlier training where it is made."""
     model = Mlp()
@@ -455,7 +471,9 @@ CASES = (
         group_added_in_step,
     ),
     *(Case(f"{name}_begun_elsewhere", partial(begun_elsewhere, _OPTIMIZERS[name], *of)) for name, of in _BEGUN.items()),
-    *named(state_dict_round_trip, state_replaced, everything_made_in_first_run),
+    *named(state_dict_round_trip),
+    Case("snapshot_loaded_again_idle", snapshot_loaded_again, partial(regression, (8, 8, 3, 1, 8))),
+    *named(state_replaced, snapshot_loaded_again, everything_made_in_first_run),
     *named(sparse_adam, batches=classification),
     Case("lookahead", partial(lookahead, initialize=True)),
     Case("lookahead_without_hooks", partial(lookahead, initialize=False)),

@@ -27,6 +27,7 @@ from torchstrat.distributed.collectives.shared_memory.common_memory import (
 )
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
+from torchstrat.replicas.optimizer_state import are_alike
 
 _CUT_ELEMENTS = 256
 """Parameters are cut at multiples of this. Kernels take elements in groups of vectors, at most 128 at a time, and what
@@ -175,7 +176,8 @@ class CentralState:
                 if kind == _KEPT:
                     entries[name] = before[name]
                 else:
-                    entries[name] = _entry(value, places.get((index, name)))
+                    own = (optimizer.state.get(tensor) or {}).get(name)
+                    entries[name] = _entry(value, places.get((index, name)), own)
             self._bind(optimizer, tensor, entries)
         self.generation += 1
 
@@ -257,8 +259,16 @@ class CentralState:
 _KEPT = "kept"
 
 
-def _entry(value: object, place: Place | None) -> Entry:
-    return Entry(value, None) if place is None else Entry(place.shown, place, place.shown.data_ptr())
+def _entry(value: object, place: Place | None, own: object = None) -> Entry:
+    """``own``: what this rank's program has put there. It may hold it elsewhere too (`load_state_dict` copies nothing),
+    where it is to see steps as on one device: so it stays, and lies in the place from now on."""
+    if place is None:
+        return Entry(value, None)
+    shown = place.shown
+    if type(own) is torch.Tensor and are_alike(own, shown):
+        own.data = shown
+        shown = own
+    return Entry(shown, place, place.shown.data_ptr())
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -162,11 +162,11 @@ def _state_of_part(part: Part, tensor: torch.Tensor, optimizer: Optimizer, state
     entries = state.entries(optimizer, tensor)
     if part.stop - part.start == tensor.numel():
         here = optimizer.state.get(tensor) or {}
-        known = {name: value for name, value in here.items() if name not in entries or entries[name].value is not value}
+        known = {name: value for name, value in here.items() if name not in entries or not entries[name].is_kept(value)}
         return known | {
             name: entry.value if entry.place is None else entry.place.written
             for name, entry in entries.items()
-            if here.get(name) is entry.value
+            if entry.is_kept(here.get(name))
         }
     values = {}
     for name, entry in entries.items():

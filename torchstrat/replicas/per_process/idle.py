@@ -116,7 +116,9 @@ class IdleReplicas:
         is_first = self._world.rank == self._first
         self._counts.begin(self._registry.objects)
         self._attributes = _attributes_of(self._registry) if is_first else {}
-        self._settings = [_settings_of(one) for one in self._registry.optimizers()] if is_first else []
+        optimizers = self._registry.optimizers() if is_first else []
+        self._settings = [_settings_of(one) for one in optimizers]
+        self._tensors = {id(one): optimizer_state.tensors_in(one) for one in optimizers}
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
@@ -200,6 +202,9 @@ class IdleReplicas:
                 state = {**state, "state": {}}
             state["has stepped"] = vars(helper).get("_opt_called", False)
             state["variables"] = self._variables_of(helper)
+            before, now = self._tensors.get(id(helper), {}), optimizer_state.tensors_in(helper)
+            # What the run has edited in place, and put no other in the place of: it is edited on the others, too.
+            state["kept"] = [place for place, tensor in now.items() if before.get(place) is tensor]
         return state
 
     def _variables_of(self, optimizer: Optimizer) -> list[list[str | None]]:
@@ -229,6 +234,8 @@ class IdleReplicas:
                 continue
             if isinstance(helper, Optimizer):
                 self._regroup(helper, state.pop("variables"))
+                own = optimizer_state.tensors_in(helper)
+                own = {place: own[place] for place in state.pop("kept") if place in own}
                 if state.pop("has stepped"):
                     vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
             if isinstance(helper, Optimizer) and self._storage is not None and self._storage.shares(helper):
@@ -236,6 +243,8 @@ class IdleReplicas:
                     group.update(hyperparameters(told))
             elif isinstance(helper, Optimizer):
                 load_in_place(helper, state)
+            if isinstance(helper, Optimizer):
+                optimizer_state.keep_tensors(helper, own)
             elif hasattr(helper, "load_state_dict"):
                 helper.load_state_dict(state)
 
