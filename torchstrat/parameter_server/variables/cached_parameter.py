@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat.core import _torch_private, gradients
+from torchstrat.core import _torch_private, _torch_script_private, gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
@@ -377,7 +377,7 @@ def bring_alone(tensor: object) -> None:
 def ask_before_others_take() -> None:
     """Transforms of torch.func and TorchScript take hold of tensors without asking their class."""
     _torch_private.before_transforms_take(bring_alone)
-    _torch_private.before_scripts_use(_bring_all, lambda: bool(_aliases))
+    _torch_script_private.before_scripts_use(_bring_all, lambda: bool(_aliases))
 
 
 def _bring_all(values: list[object]) -> None:
