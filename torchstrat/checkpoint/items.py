@@ -37,6 +37,7 @@ from torchstrat.checkpoint.pieces import (
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, RemoteVariable, Servers
 from torchstrat.checkpoint.selection import is_under
 from torchstrat.core import _torch_private
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.pieces import whole_value_of
 from torchstrat.core.variable.tensor_like import TensorInShards
@@ -81,7 +82,7 @@ def converters(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     for name, one in module.named_modules():
         made_by = next(base for base in type(one).__mro__ if "_load_from_state_dict" in vars(base))
         if not made_by.__module__.startswith("torch."):
-            yield name, one, one._version
+            yield name, one, version_of(one)
 
 
 def assumed(module: nn.Module, versions: Versions | None, folder: object) -> Versions | None:

@@ -52,7 +52,39 @@ hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = oper
 )
 """The same of `Tensor.register_post_accumulate_grad_hook`."""
 
-look_up("Tensor._backward_hooks"), look_up("Tensor._post_accumulate_grad_hooks")
+look_up("Tensor._backward_hooks"), look_up("Tensor._post_accumulate_grad_hooks"), look_up("Tensor._version")
+
+
+def give_hooks(
+    tensor: torch.Tensor, on_gradient: dict[int, Any] | None, after_accumulation: dict[int, Any] | None
+) -> None:
+    """Have ``tensor`` call what another one has registered, as the two functions above return it."""
+    if on_gradient:
+        tensor._backward_hooks = on_gradient
+    if after_accumulation:
+        tensor._post_accumulate_grad_hooks = after_accumulation
+
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often its values have been changed in place."""
+
+is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
+
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")
+sparse_count: Callable[[torch.Tensor], int] = operator.methodcaller("_nnz")
+"""What a sparse tensor has, whether it is coalesced or not."""
+
+own_parameters: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter("_parameters")
+own_buffers: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
+own_children: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = operator.attrgetter("_modules")
+"""The dictionaries in which a module keeps what it has itself: asking them makes nothing, unlike its methods."""
+
+hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_pre_hooks")
+hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_post_hooks")
+
+schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+"""What an operator takes, and which of it it changes."""
 
 current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
 """A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""
@@ -110,7 +142,11 @@ set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = 
 raise_on_data_pointer: Callable[[torch.Tensor], None] = look_up("_C._set_throw_on_mutable_data_ptr")
 """From now on whoever asks a tensor without memory for its pointer gets an exception; for good."""
 
-look_up("Tensor._make_wrapper_subclass")
+wrapper_of: Callable[..., Any] = look_up("Tensor._make_wrapper_subclass")
+"""``wrapper_of(cls, shape, dtype=…)``: a tensor of class ``cls`` without memory."""
+
+ignores_functions: Any = look_up("_C._disabled_torch_function_impl")
+"""``__torch_function__`` of a class whose tensors are to be treated as plain ones."""
 
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
 """Exchanges what two tensor objects stand for, on whichever devices; whoever holds the objects sees it."""
@@ -140,6 +176,12 @@ def untouched_by_surroundings() -> Iterator[None]:
 _storage_use_count = look_up("_C._storage_Use_Count")
 
 
+def address_of_storage(tensor: torch.Tensor) -> int:
+    """By which two tensors are known to share their memory, while one of them is there."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 def tensors_in_storage(tensor: torch.Tensor) -> int:
     """How many tensors share the memory of ``tensor``, itself among them; those that autograd has saved count too."""
     storage = tensor.untyped_storage()
@@ -150,10 +192,9 @@ def tensors_in_storage(tensor: torch.Tensor) -> int:
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors show the same memory, or parts of it. False for what has none that could be shown."""
     try:
-        mine, theirs = one.untyped_storage(), other.untyped_storage()
+        return address_of_storage(one) == address_of_storage(other)
     except (NotImplementedError, RuntimeError):
         return False
-    return bool(mine._cdata == theirs._cdata)
 
 
 def alias_of(value: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool = False) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from torchstrat.core._torch_private import own_buffers
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import VariableAggregation
 
@@ -41,10 +42,10 @@ class BufferRules:
     def set(self, module: nn.Module, name: str, aggregation: object) -> None:
         if not isinstance(module, nn.Module):
             raise WrongTypeError(f"set_aggregation needs a torch.nn.Module; got {type(module).__name__}.")
-        if name not in module._buffers:
+        if name not in own_buffers(module):
             raise InvalidArgumentError(
-                f"{type(module).__name__} has no buffer {name!r} of its own; it has {sorted(module._buffers)}. For a "
-                "child's buffer pass the child."
+                f"{type(module).__name__} has no buffer {name!r} of its own; it has {sorted(own_buffers(module))}. For "
+                "a child's buffer pass the child."
             )
         self._set.setdefault(module, {})[name] = parse_aggregation(aggregation)
         BufferRules.changes += 1

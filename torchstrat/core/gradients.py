@@ -27,6 +27,7 @@ from torchstrat.core._torch_private import (
     hooks_after_accumulation,
     hooks_on_gradient,
     uncompiled,
+    version_of,
 )
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
@@ -206,7 +207,7 @@ class CombinedGradient:
 
     def __init__(self, gradient: torch.Tensor) -> None:
         self._gradient = weakref.ref(gradient)
-        self.version = gradient._version
+        self.version = version_of(gradient)
         self.used = False
         self.owned: Owned | None = None
         """Who has which elements of it combined; None if every rank has all."""
@@ -215,7 +216,7 @@ class CombinedGradient:
         """An optimizer has stepped with it. A later change is no edit of it but a new gradient in its place."""
         gradient = self._gradient()
         if gradient is not None:
-            self.version = gradient._version
+            self.version = version_of(gradient)
         self.used = True
 
     def is_in(self, gradient: torch.Tensor) -> bool:
@@ -223,11 +224,11 @@ class CombinedGradient:
 
     def is_new(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is this one, neither changed nor used since."""
-        return not self.used and self._gradient() is gradient and gradient._version == self.version
+        return not self.used and self._gradient() is gradient and version_of(gradient) == self.version
 
     def is_edited(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is this one, changed in place since (clipped, unscaled, made noisy)."""
-        return self.is_in(gradient) and gradient._version != self.version
+        return self.is_in(gradient) and version_of(gradient) != self.version
 
 
 def is_left_over(gradient: torch.Tensor | None, combined: CombinedGradient | None, op: ReduceOp) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchstrat.core._torch_private import DisableTorchDispatch
+from torchstrat.core._torch_private import DisableTorchDispatch, alias_of, ignores_functions
 
 
 class WholeValue(NamedTuple):
@@ -53,7 +53,7 @@ _PLAIN = "_plain_kind"
 
 def piece_of(kind: type, value: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
     """A leaf that shares the memory of ``value``. ``kind``: the variable's class."""
-    return torch.Tensor._make_subclass(class_of_pieces(kind), value.detach(), requires_grad)
+    return alias_of(value, class_of_pieces(kind), requires_grad)
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def class_of_pieces(kind: type) -> type:
 
     members = {"__module__": kind.__module__, "__torch_dispatch__": classmethod(passed_on), _PLAIN: kind}
     if kind is torch.Tensor:  # whose own would make pieces of results, too
-        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+        members["__torch_function__"] = ignores_functions
     made: type = type(kind)(kind.__name__, (kind,), members)
     return made
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_children
 from torchstrat.core.values import DistributedValues
 from torchstrat.core.variable.tensor_like import TensorLike
 
@@ -182,7 +182,7 @@ def _open(value: object, reached: Reached) -> Iterator[Any]:
     elif isinstance(value, nn.Module):
         reached.modules.append(value)
         yield from _attributes(value, skip=("_parameters", "_buffers", "_modules"))
-        for child in value._modules.values():
+        for child in own_children(value).values():
             if child is not None:
                 yield from _attributes(child, skip=("_parameters", "_buffers"))
     elif isinstance(value, HELPER_TYPES):

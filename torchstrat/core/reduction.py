@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import DistributedValues, PerReplica
 from torchstrat.core.variable.tensor_like import TensorLike
@@ -191,10 +192,10 @@ def combine(op: ReduceOp, components: Sequence[torch.Tensor], call: str = "reduc
 
 def _combine_sparse(op: ReduceOp, components: Sequence[torch.Tensor]) -> torch.Tensor:
     first = components[0]
-    values = torch.cat([one._values().to(first.device) for one in components])
+    values = torch.cat([sparse_values(one).to(first.device) for one in components])
     if op is ReduceOp.MEAN:
         values = values.to(mean_dtype(values.dtype)) / len(components)
-    indices = torch.cat([one._indices().to(first.device) for one in components], dim=1)
+    indices = torch.cat([sparse_indices(one).to(first.device) for one in components], dim=1)
     return torch.sparse_coo_tensor(indices, values, first.shape, is_coalesced=False, check_invariants=False)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -54,7 +55,7 @@ def parse_sparse_ids(given: object, call: str) -> SparseIds:
         starts: torch.Tensor = given.offsets()[:-1]  # type: ignore[attr-defined]  # of jagged tensors only
         return _from_offsets(given.values(), starts, call)
     if isinstance(given, torch.Tensor) and given.layout is torch.sparse_coo:
-        return _from_positions(given._indices().T, given._values(), tuple(given.shape), call)
+        return _from_positions(sparse_indices(given).T, sparse_values(given), tuple(given.shape), call)
     if isinstance(given, tuple | list) and len(given) == 3:
         indices, ids, shape = given
         sizes = tuple(int(size) for size in (shape.tolist() if isinstance(shape, torch.Tensor) else shape))
@@ -133,7 +134,7 @@ def parse_weights(given: object, entries: SparseIds, call: str) -> torch.Tensor:
     if isinstance(given, tuple | list) and len(given) == 3 and not all(isinstance(x, int | float) for x in given):
         positions, values = _tensor(given[0], torch.int64), _tensor(given[1], torch.float32)
     elif isinstance(given, torch.Tensor) and given.layout is torch.sparse_coo:
-        positions, values = given._indices().T, given._values()
+        positions, values = sparse_indices(given).T, sparse_values(given)
     elif isinstance(given, torch.Tensor) and given.is_nested:
         values = given.values()
     else:

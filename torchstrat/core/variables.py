@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import is_compiler_at_work
+from torchstrat.core._torch_private import is_compiler_at_work, is_view, own_buffers, own_children, own_parameters
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.creation import MembersWatch, Watcher, watch_classes, watch_first_copy
 from torchstrat.core.errors import ReplicaDivergenceError
@@ -38,7 +38,7 @@ class BufferSlot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        return self.module._buffers.get(self.name)
+        return own_buffers(self.module).get(self.name)
 
     @property
     def has_values(self) -> bool:
@@ -221,7 +221,7 @@ class VariableRegistry:
 
     def copied(self) -> set[int]:
         """``id`` of parameters in deep copies that the current run has made: each replica's own."""
-        return {id(tensor) for module in self._copied for tensor in module._parameters.values()}
+        return {id(tensor) for module in self._copied for tensor in own_parameters(module).values()}
 
     def note_step_of(self, optimizer: Optimizer) -> None:
         """A step in a process of its own is about to step one. Raises where an earlier run has made it like that: its
@@ -290,7 +290,7 @@ class VariableRegistry:
                 adopted.append(f"a {type(module).__name__} {how}")
         if not found.tensors:
             return adopted
-        members = {id(tensor) for module in self._modules for tensor in module._parameters.values()}
+        members = {id(tensor) for module in self._modules for tensor in own_parameters(module).values()}
         for tensor in found.tensors:
             if id(tensor) in members or tensor in self._lone_tensors:
                 continue
@@ -337,7 +337,7 @@ class VariableRegistry:
         variables = [tensor for helper in self._helpers for tensor in _tensors_of(helper)]
         gradients = [tensor.grad for tensor in variables]
         found = {address_of(one) for one in variables if _is_part(one)}
-        found |= {address_of(one) for one in gradients if one is not None and one._is_view() and _is_part(one)}
+        found |= {address_of(one) for one in gradients if one is not None and is_view(one) and _is_part(one)}
         seen, self._flat_seen = self._flat_seen, found
         return not found <= seen
 
@@ -345,7 +345,7 @@ class VariableRegistry:
         """Children that were put into known modules since: a new head, a parametrization."""
         if self._has_unknown_children():
             for module in self._modules:
-                for child in module._modules.values():
+                for child in own_children(module).values():
                     if child is not None and child not in self._modules:
                         self._add_tree(child)
 
@@ -353,7 +353,7 @@ class VariableRegistry:
         """Asked at both ends of every run. A module's children are in a plain dictionary, so nothing tells."""
         known = self._modules.ids()
         for module in self._modules.alive():
-            if children := module._modules:
+            if children := own_children(module):
                 for child in children.values():
                     if child is not None and id(child) not in known:
                         return True
@@ -362,7 +362,7 @@ class VariableRegistry:
     def _add_tree(self, module: nn.Module) -> None:
         if self._modules.add(module):
             self.changes += 1
-        for child in module._modules.values():
+        for child in own_children(module).values():
             if child is not None:
                 self._add_tree(child)
 
@@ -395,14 +395,14 @@ class VariableRegistry:
         places: list[int | str] = []
         slots: list[BufferSlot] = []
         for module in modules:
-            if parameters := module._parameters:
+            if parameters := own_parameters(module):
                 places.append(id(module))
                 places += parameters
-                for tensor in parameters.values():
-                    if tensor is not None:
-                        found[id(tensor)] = tensor
-            if module._buffers:
-                slots += [BufferSlot(module, name) for name in module._buffers]
+                for parameter in parameters.values():
+                    if parameter is not None:
+                        found[id(parameter)] = parameter
+            if buffers := own_buffers(module):
+                slots += [BufferSlot(module, name) for name in buffers]
         for tensor in self._tensors.alive() if self._tensors.count else ():
             found[id(tensor)] = tensor
         for helper in helpers:
@@ -427,7 +427,7 @@ class VariableRegistry:
 
     def _members(self) -> Iterator[tuple[Any, str, int, torch.Tensor]]:
         for number, module in self._modules.numbered():
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is not None:
                     yield name, "module", number, parameter
         for number, tensor in self._tensors.numbered():
@@ -444,7 +444,7 @@ class VariableRegistry:
         return {
             f"{name} of module {number}": BufferSlot(module, name)
             for number, module in self._modules.numbered()
-            for name in module._buffers
+            for name in own_buffers(module)
         }
 
     def number_of(self, module: nn.Module) -> int:
@@ -533,7 +533,7 @@ class VariableRegistry:
     def describe(self, tensor: torch.Tensor) -> str:
         """A name for error messages: the owning module's class, the parameter's name and shape."""
         for module in self._modules:
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is tensor:
                     return f"{type(module).__name__}.{name} {tuple(tensor.shape)}"
         return f"tensor {tuple(tensor.shape)}"

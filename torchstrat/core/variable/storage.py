@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import reduction
+from torchstrat.core._torch_private import sparse_count, sparse_indices, sparse_values
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, VariableKindError, WrongTypeError
@@ -279,9 +280,9 @@ def _exchange_sparse(
     engine: ReplicaEngine, aggregation: VariableAggregation, call: str, tensor: torch.Tensor
 ) -> torch.Tensor:
     """Indices and values travel by themselves: gathers take parts of unequal length."""
-    counts = engine.all_gather(torch.tensor([tensor._nnz()], device=tensor.device), 0)
-    indices = engine.all_gather(tensor._indices(), 1).split(counts.tolist(), dim=1)
-    values = engine.all_gather(tensor._values(), 0).split(counts.tolist())
+    counts = engine.all_gather(torch.tensor([sparse_count(tensor)], device=tensor.device), 0)
+    indices = engine.all_gather(sparse_indices(tensor), 1).split(counts.tolist(), dim=1)
+    values = engine.all_gather(sparse_values(tensor), 0).split(counts.tolist())
     parts = [
         torch.sparse_coo_tensor(where, what, tensor.shape, check_invariants=False)
         for where, what in zip(indices, values, strict=True)

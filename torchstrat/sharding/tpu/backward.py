@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.core._torch_private import hooks_after_accumulation, hooks_on_gradient
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.gradients import check_weight
 from torchstrat.core.reduction import ReduceOp
@@ -177,7 +178,7 @@ class LaneBackward:
 
     def _is_hooked(self) -> bool:
         tensors: list[Any] = self._registry.tensors()
-        return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in tensors)
+        return any(hooks_on_gradient(one) or hooks_after_accumulation(one) for one in tensors)
 
     def _behind(self, inputs: Any) -> Any:
         """The tensors that gradients are accumulated in."""
@@ -269,7 +270,7 @@ class LaneBackward:
                 "batch normalisation over all replicas, is not possible on this strategy. Use loss.backward() and "
                 ".grad."
             )
-        hooked = [one for one in wanted if not self._lanes.is_lane_tensor(one) and one._backward_hooks]
+        hooked = [one for one in wanted if not self._lanes.is_lane_tensor(one) and hooks_on_gradient(one)]
         own_to = [one for one in wanted if all(one is not other for other in hooked)]
         options = partial(
             torch.autograd.grad,

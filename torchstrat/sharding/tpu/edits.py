@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import swap_tensor_impl
+from torchstrat.core._torch_private import is_view, swap_tensor_impl
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.reduction import VariableAggregation
@@ -80,7 +80,7 @@ class Edits:
         of = [one for one in args if isinstance(one, torch.Tensor)]
         if any(one is result for one in of):
             return
-        if func in _ALIASES or result._is_view():
+        if func in _ALIASES or is_view(result):
             for one in of:
                 if _is_noted(self._made, one) or _is_noted(self._aliased, one):
                     for alias in (one, result):

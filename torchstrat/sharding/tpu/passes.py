@@ -22,7 +22,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchstrat.core._torch_private import set_version_counters, untouched_by_surroundings
+from torchstrat.core._torch_private import (
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    set_version_counters,
+    untouched_by_surroundings,
+    version_of,
+)
 from torchstrat.core.creation import MembersWatch, Watcher
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import be_idle, make_stand_in, stepped_by
@@ -72,7 +78,7 @@ class _Held:
 
     def give_back(self) -> None:
         """The memory that passes share has again what the first one left there."""
-        if self.first is not None or self.tensor._version != self.entered_version:
+        if self.first is not None or version_of(self.tensor) != self.entered_version:
             _overwrite(self.tensor, self.agreed if self.first is None else self.first, self.first_version)
         self.first = None
 
@@ -103,7 +109,9 @@ class _Values:
         tensors = [one for one in (*self._registry.tensors(), *buffers) if one is not None and not is_lazy(one)]
         with untouched_by_surroundings():
             self._held = {
-                id(one): _Held(one, one.detach().clone(), one._version, None if one.grad is None else _copy(one.grad))
+                id(one): _Held(
+                    one, one.detach().clone(), version_of(one), None if one.grad is None else _copy(one.grad)
+                )
                 for one in tensors
             }
 
@@ -119,7 +127,7 @@ class _Values:
         self._exposed.add(id(tensor))
         if self._turn != FIRST and held.first_memory is None:
             with untouched_by_surroundings():
-                own, version = tensor.detach().clone(), tensor._version
+                own, version = tensor.detach().clone(), version_of(tensor)
                 held.give_back()
                 held.lend(own, version)
 
@@ -129,14 +137,14 @@ class _Values:
         with untouched_by_surroundings():
             for held in self._held.values():
                 tensor = held.tensor
-                held.first_version, held.first_grad = tensor._version, tensor.grad
+                held.first_version, held.first_grad = version_of(tensor), tensor.grad
                 held.first_hooks = tuple({} if hooks is None else dict(hooks) for hooks in _hooks_of(tensor))
                 if id(tensor) in self._exposed:
                     held.lend(self._memory_of(held), held.agreed_version)
                 elif held.first_version != held.agreed_version:
                     held.first = tensor.detach().clone()
                     _overwrite(tensor, held.agreed, held.agreed_version)
-                held.entered_version = tensor._version
+                held.entered_version = version_of(tensor)
                 tensor.grad = None if held.agreed_grad is None else _copy(held.agreed_grad)
 
     def _memory_of(self, held: _Held) -> torch.Tensor:
@@ -169,7 +177,7 @@ class _Values:
 
 def _hooks_of(tensor: Any) -> tuple[dict[int, Any] | None, ...]:
     """Of backward passes, which are made as one: they call the first pass's."""
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return hooks_on_gradient(tensor), hooks_after_accumulation(tensor)
 
 
 def _copy(gradient: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat.core._torch_private import swap_tensor_impl, untouched_by_surroundings
+from torchstrat.core._torch_private import (
+    give_hooks,
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    swap_tensor_impl,
+    untouched_by_surroundings,
+)
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.grid import DeviceGrid, Sharding
@@ -147,12 +153,9 @@ class DeviceVariables:
                 "devices; use a dense one."
             )
         # Hooks belong to what a tensor object stands for, and would stay with the value that is left behind.
-        hooks, accumulated = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+        hooks = hooks_on_gradient(tensor), hooks_after_accumulation(tensor)
         swap_tensor_impl(tensor, _like(tensor, tensor.detach().to(self._runtime.device)))
-        if hooks:
-            tensor._backward_hooks = hooks
-        if accumulated:
-            tensor._post_accumulate_grad_hooks = accumulated
+        give_hooks(tensor, *hooks)
 
     def _take_states(self) -> None:
         """Optimizer state that was made on the host, as Adagrad's is. Counts of steps are numbers of the host, and so

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core import nest
+from torchstrat.core._torch_private import address_of_storage
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.ftrl import Ftrl
 from torchstrat.core.memory import Copies, Holding, Sizes, copies_in_one_process, copies_in_processes, state_bytes_for
@@ -159,7 +160,7 @@ def run_without_values(model: nn.Module, batch: Any, parts: int) -> Forward:
 
 
 def _key(value: Any) -> Any:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return address_of_storage(value) if isinstance(value, torch.Tensor) else None
 
 
 def _part_of(leaf: Any, parts: int) -> Any:
