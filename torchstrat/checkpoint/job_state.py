@@ -27,6 +27,7 @@ from torch import nn
 from torchstrat.checkpoint.items import Reads, Want, Writes
 from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
 from torchstrat.core import context
+from torchstrat.core.context import engine_of
 from torchstrat.core.randomness import seedings, state_of
 from torchstrat.core.variable.variable import Variable
 from torchstrat.replicas.local_updates import OwnValues, mean_of, put_values
@@ -53,7 +54,7 @@ class JobState:
 
 def take(objects: Mapping[str, Any], servers: Servers | None) -> JobState:
     """As it is now, between runs; asks no other process. With servers while no function runs."""
-    streams = [strategy._engine.replica_states.state_dict() for strategy in strategies_of(objects)]
+    streams = [engine_of(strategy).replica_states.state_dict() for strategy in strategies_of(objects)]
     return JobState(_process_state(), streams, {} if servers is None else servers.counters())
 
 
@@ -93,7 +94,7 @@ def reads(
         _load_process(tree.get(f"process_{rank}", {}))
         for number, strategy in enumerate(strategies_of(objects)):
             if f"strategy_{number}" in tree:
-                engine, kept = strategy._engine, tree[f"strategy_{number}"]
+                engine, kept = engine_of(strategy), tree[f"strategy_{number}"]
                 engine.replica_states.load_state_dict(kept)
                 if servers is None and (mean := mean_of(kept)) and engine.rounds is None:
                     put_values(engine.registry, Rosters(engine.registry).now(), OwnValues(mean, {}, []))
@@ -176,7 +177,7 @@ def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
     """What all processes talk by that have a strategy of these objects; without objects, the one strategy there is.
     None where there is no strategy, or this process is alone."""
     for strategy in strategies_of(objects):
-        everyone = strategy._engine.everyone
+        everyone = engine_of(strategy).everyone
         if everyone is not None:
             return everyone
     return None
@@ -185,7 +186,7 @@ def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
 def _belongs_to(value: object, strategy: StrategyLike) -> bool:
     if isinstance(value, Variable):
         return value._strategy is strategy
-    registry = strategy._engine.registry
+    registry = engine_of(strategy).registry
     if isinstance(value, nn.Module):
         return any(module in registry for module in value.modules())
     if isinstance(value, torch.Tensor):

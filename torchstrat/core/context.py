@@ -58,6 +58,11 @@ class StrategyLike(Protocol):
     def _variable_made(self, variable: Any) -> None: ...
 
 
+def engine_of(strategy: StrategyLike) -> ReplicaEngine:
+    """The part of a strategy that runs its replicas: for this package, while programs have the strategy's methods."""
+    return strategy._engine
+
+
 class _Frame(NamedTuple):
     strategy: StrategyLike
     replica: ReplicaContext | None  # None: cross-replica context
@@ -199,10 +204,10 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
         raise ContextError("experimental_set_strategy cannot be called inside a scope or a run; leave it first.")
     installed = _frames.installed
     if installed is not None:
-        installed.strategy._engine.scope_closed()
+        engine_of(installed.strategy).scope_closed()
     _frames.installed = None
     if strategy is not None and strategy is not _default_strategy():
-        strategy._engine.scope_opened()
+        engine_of(strategy).scope_opened()
         _frames.installed = _Frame(strategy, None)
 
 
@@ -247,7 +252,7 @@ class ReplicaContext:
 
     @property
     def _engine(self) -> ReplicaEngine:
-        return self._strategy._engine
+        return engine_of(self._strategy)
 
     def _require_current(self, call: str) -> None:
         if get_replica_context() is not self:

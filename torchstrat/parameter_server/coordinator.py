@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchstrat.checkpoint.remote import connected
 from torchstrat.core import nest
-from torchstrat.core.context import StrategyLike
+from torchstrat.core.context import StrategyLike, engine_of
 from torchstrat.core.errors import (
     CancelledByServerLossError,
     CommunicationTimeoutError,
@@ -476,7 +476,7 @@ class ClusterCoordinator:
         """
         self._job.commit()
         with self._dispatcher.unfinished() as works:
-            release(objects, self._job, self.strategy._engine.registry, works)
+            release(objects, self._job, engine_of(self.strategy).registry, works)
 
     def _is_idle(self) -> bool:
         return self._dispatcher.is_idle

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchstrat.core.context import ReplicaContext, get_replica_context
+from torchstrat.core.context import ReplicaContext, engine_of, get_replica_context
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 
@@ -235,7 +235,7 @@ _READ: dict[Any, Callable[..., _Read]] = {F.batch_norm: _read_functional, torch.
 
 
 def _over_replicas(layer: object, x: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
-    engine = replica.strategy._engine
+    engine = engine_of(replica.strategy)
     normalised = engine.sync_batch_norm(layer, x)
     return _normalise(layer, x, engine) if normalised is None else normalised
 

@@ -24,7 +24,7 @@ from torchstrat.core.errors import ContextError, InvalidArgumentError, Unsupport
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.variable import Variable, storage_of
 from torchstrat.data.options import InputContext, InputOptions
 from torchstrat.distributed.cluster_resolver import ClusterResolver
 from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
@@ -350,7 +350,7 @@ class ParameterServerStrategy(Strategy):
         return RemoteStorage(spec, lambda: access)
 
     def _variable_made(self, variable: Variable) -> None:
-        storage = variable._cell()
+        storage = storage_of(variable)
         if isinstance(storage, RemoteStorage):
             self._job.catalog.register(
                 variable, ("variable", storage.spec.number), recipe_of_variable(variable, storage)
@@ -388,7 +388,7 @@ class ParameterServerStrategy(Strategy):
 
     def _spec_of(self, variable: Any) -> VariableSpec:
         if isinstance(variable, Variable):
-            storage = variable._cell()
+            storage = storage_of(variable)
             if isinstance(storage, RemoteStorage):
                 return storage.spec
         elif isinstance(variable, torch.Tensor):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from torchstrat.core.context import engine_of
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.launcher import join_job
@@ -82,7 +83,7 @@ def end_round(strategy: Strategy) -> None:
 
     Raises `UnsupportedError` where the strategy's replicas make no local steps.
     """
-    rounds = strategy._engine.rounds
+    rounds = engine_of(strategy).rounds
     if rounds is None:
         raise UnsupportedError(f"{type(strategy).__name__} has no rounds: its replicas are equal after every step.")
     rounds.end_round()

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchstrat import data
 from torchstrat.core import context, nest, notebook_html
+from torchstrat.core.context import engine_of
 from torchstrat.core.devices import canonical
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
@@ -63,7 +64,7 @@ class Scope:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._strategy._leave_scope(failed=kind is not None)
-        counts = self._strategy._engine.registry.counts
+        counts = engine_of(self._strategy).registry.counts
         logger.debug(
             "the scope of %r is left; it knows %d modules, %d bare tensors, %d optimizers.", self._strategy, *counts
         )

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torchstrat.core import context
-from torchstrat.core.context import StrategyLike
+from torchstrat.core.context import StrategyLike, engine_of
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data import v1_iterators
@@ -165,4 +165,4 @@ def _set_settings(config: Any, strategy: StrategyLike) -> None:
     if omegaconf is not None and isinstance(config, omegaconf.DictConfig):
         unlocked = omegaconf.flag_override(config, ["struct", "readonly"], False)
     with unlocked:
-        config["isolate_session_state"] = strategy._engine.layout.num_workers == 1
+        config["isolate_session_state"] = engine_of(strategy).layout.num_workers == 1

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.core.context import engine_of
 from torchstrat.testing import (
     cases_autograd,
     cases_batches,
@@ -87,7 +88,7 @@ def _apart(count: int, **options: Any) -> Any:
     import torchstrat as ts
 
     strategy = ts.CentralStorageStrategy(_cpus(count), "cpu:0", **options)
-    engine: Any = strategy._engine
+    engine: Any = engine_of(strategy)
     # To torch ``cpu`` and ``cpu:0`` are different names, and tensors can go from one to the other.
     engine._home = engine._components._parameter_device = torch.device("cpu", 0)
     engine._runs_plainly = False

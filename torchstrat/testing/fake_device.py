@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from torchstrat.core.context import engine_of
 from torchstrat.distributed.collectives.shared_memory import device_copies
 from torchstrat.distributed.collectives.shared_memory.common_memory import why_not as why_no_common_memory
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
@@ -92,4 +93,5 @@ def on_fake_device(*, refuses: bool = False, seconds: float = 0.0) -> Iterator[l
 
 def shares_steps(strategy: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the processes of a central storage strategy share out this optimizer's steps, in memory of the host."""
-    return bool(strategy._engine._storage.shares(optimizer))
+    engine: Any = engine_of(strategy)
+    return bool(engine._storage.shares(optimizer))

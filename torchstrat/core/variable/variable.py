@@ -15,7 +15,7 @@ import torch
 
 from torchstrat.core import context, reduction
 from torchstrat.core.communicator import Communicator, within
-from torchstrat.core.context import StrategyLike
+from torchstrat.core.context import StrategyLike, engine_of
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import (
@@ -129,7 +129,7 @@ class Variable(TensorLike):
             made._set_up(strategy, first.value, name, aggregation, synchronization, shape, dtype)
             return made
 
-        engine = strategy._engine
+        engine = engine_of(strategy)
         in_replica = context.replica_of(strategy, "Variable") is not None
         if in_replica and engine.num_replicas > 1 and not spans_processes(engine):
             made: Variable = engine.merge_call(create, (Given(initial_value),), {})
@@ -146,59 +146,54 @@ class Variable(TensorLike):
         shape: Sequence[int | None] | None,
         dtype: torch.dtype | None,
     ) -> None:
-        self._strategy = strategy
         self.name = "Variable" if name is None else str(name)
-        self._kind = _placement_of(strategy)
+        kind = _placement_of(strategy)
         self.aggregation = parse_aggregation(aggregation, self.name)
         self.synchronization = parse_synchronization(synchronization, self.name)
-        mirrored = self._kind is VariablePlacement.MIRRORED
+        mirrored = kind is VariablePlacement.MIRRORED
         initial = initial_tensor(initial_value, dtype, self.name)
         if mirrored:
             check_mirrored(self.name, self.aggregation, self.synchronization, initial.dtype)
         with within(f"the first value of Variable {self.name!r}"):
             initial = _agreed_initial(strategy, initial)
-        self._declared = parse_shape(shape, initial)
         devices = strategy.extended._parameter_devices
         places = devices if mirrored else devices[:1]
-        self._cells = tuple(strategy._make_storage(initial, device, self.name) for device in places)
-        self._replicas = strategy._engine.local_replicas
-        self._container, self._components = None, ()
-        if mirrored:
-            self._components = tuple(self._view(cell) for cell in self._cells)
+        cells = tuple(strategy._make_storage(initial, device, self.name) for device in places)
+        self._fill(
+            strategy, self.name, self.aggregation, self.synchronization, parse_shape(shape, initial), kind, cells
+        )
         strategy.extended._remember(self)
         strategy._variable_made(self)
 
-    def _view(self, cell: Storage) -> Variable:
-        """One component as a variable of its own, which shares the cell."""
-        view = self._over(cell, self._strategy, self.name, self.aggregation, self.synchronization, self._declared)
-        view._container = self
-        return view
-
-    @classmethod
-    def _over(
-        cls,
-        cell: Storage,
+    def _fill(
+        self,
         strategy: StrategyLike,
         name: str,
         aggregation: VariableAggregation,
         synchronization: VariableSynchronization,
         declared: DeclaredShape,
+        kind: VariablePlacement,
+        cells: tuple[Storage, ...],
+        container: Variable | None = None,
     ) -> Variable:
-        """A variable with one component, which is there already."""
-        made = object.__new__(cls)
-        made._strategy, made._kind, made._replicas = strategy, VariablePlacement.ONE, strategy._engine.local_replicas
-        made.name, made.aggregation, made.synchronization = name, aggregation, synchronization
-        made._declared, made._cells, made._container, made._components = declared, (cell,), None, ()
-        return made
+        """Be a variable whose values are there already. Returns itself."""
+        self._strategy, self._kind, self._replicas = strategy, kind, engine_of(strategy).local_replicas
+        self.name, self.aggregation, self.synchronization = name, aggregation, synchronization
+        self._declared, self._cells, self._container = declared, cells, container
+        self._components = tuple(map(self._view, cells)) if kind is VariablePlacement.MIRRORED else ()
+        return self
+
+    def _like(self, kind: VariablePlacement, cells: tuple[Storage, ...], container: Variable | None = None) -> Variable:
+        facts = self._strategy, self.name, self.aggregation, self.synchronization, self._declared
+        return object.__new__(type(self))._fill(*facts, kind, cells, container)
+
+    def _view(self, cell: Storage) -> Variable:
+        """One component as a variable of its own, which shares the cell."""
+        return self._like(VariablePlacement.ONE, (cell,), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A variable of its own with the same values, of the same strategy."""
-        copy = self._view(_local_copy(self._cells[0]))
-        copy._kind, copy._container = self._kind, None
-        if self._components:
-            copy._cells = tuple(_local_copy(cell) for cell in self._cells)
-            copy._components = tuple(copy._view(cell) for cell in copy._cells)
-        memo[id(self)] = copy
+        copy = memo[id(self)] = self._like(self._kind, tuple(map(_local_copy, self._cells)))
         self._strategy.extended._remember(copy)
         return copy
 
@@ -211,7 +206,7 @@ class Variable(TensorLike):
 
     @property
     def _engine(self) -> ReplicaEngine:
-        return self._strategy._engine
+        return engine_of(self._strategy)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -432,7 +427,7 @@ def _placement_of(strategy: StrategyLike) -> VariablePlacement:
 
 def _agreed_initial(strategy: StrategyLike, initial: torch.Tensor) -> torch.Tensor:
     """Rank 0's first value; in a run, that of the first replica that takes part. Every process calls it."""
-    engine = strategy._engine
+    engine = engine_of(strategy)
     if not spans_processes(engine):
         return initial
     if context.replica_of(strategy, "Variable") is None:
@@ -456,9 +451,23 @@ def _merge(strategy: Any, variable: Any, edit: Any, given: Any) -> Any:
     values = [one.value for one in given.values] if isinstance(given, PerReplica) else [given.value]
     total = merge_values(variable.aggregation, edit, values, variable.dtype)
     variable._write(edit, total)
-    if not variable._components:
-        return variable
-    return PerReplica(variable._components, replica_ids=variable._replicas)
+    components = components_of(variable)
+    return PerReplica(list(components.values()), replica_ids=tuple(components)) if components else variable
+
+
+def components_of(variable: object) -> dict[int, Variable]:
+    """By replica of this process; empty for all but variables with a component on each."""
+    return dict(zip(variable._replicas, variable._components, strict=False)) if isinstance(variable, Variable) else {}
+
+
+def storage_of(variable: Variable) -> Storage:
+    """Where its value is; in a replica that of its component, else that of the first."""
+    return variable._cell()
+
+
+def container_of(value: object) -> Variable | None:
+    """Whose component ``value`` is."""
+    return value._container if isinstance(value, Variable) else None
 
 
 # -- replicas that sat a run out ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import VariableAggregation, VariableSynchronization
-from torchstrat.core.variable.storage import DeclaredShape, Edit
+from torchstrat.core.variable.storage import DeclaredShape, Edit, VariablePlacement
 from torchstrat.core.variable.variable import Variable
 from torchstrat.core.variables import WeakOrdered
 from torchstrat.parameter_server.messages import EditOp, VariableSpec
@@ -112,7 +112,8 @@ class _VariableRecipe:
     def __call__(self, world: Objects) -> Variable:
         storage = RemoteStorage(self.spec, lambda: world.resolve(("access",)))
         strategy = world.resolve(("strategy",))
-        return Variable._over(storage, strategy, self.name, self.aggregation, self.synchronization, self.declared)
+        facts = self.name, self.aggregation, self.synchronization, self.declared
+        return object.__new__(Variable)._fill(strategy, *facts, VariablePlacement.ONE, (storage,))
 
 
 def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[Objects], Variable]:

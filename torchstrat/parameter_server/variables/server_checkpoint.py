@@ -31,7 +31,7 @@ from torchstrat.checkpoint.optimizer_item import want_of_entry
 from torchstrat.checkpoint.pieces import KeyPath, Piece
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, RemoteVariable, ServersWritten
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.variable import Variable, storage_of
 from torchstrat.parameter_server.messages import (
     AdoptOrder,
     CutReport,
@@ -66,7 +66,7 @@ class ServerCheckpoint:
 
     def spec_of(self, value: object) -> VariableSpec | None:
         if isinstance(value, Variable):
-            storage = value._cells[0]
+            storage = storage_of(value)
             is_ours = isinstance(storage, RemoteStorage) and self._job.holds(storage.spec)
             return storage.spec if isinstance(storage, RemoteStorage) and is_ours else None
         return self._job.variables.spec_of(value) if isinstance(value, torch.Tensor) else None

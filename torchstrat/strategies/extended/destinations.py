@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from torchstrat.core.communicator import within
-from torchstrat.core.context import StrategyLike
+from torchstrat.core.context import StrategyLike, engine_of
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import DistributedValues, Mirrored
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.variable import Variable, components_of, storage_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.sharding.annotations import Annotator
 
@@ -53,7 +53,7 @@ def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: Any, destinatio
         value = value._reduced(op, None)
     elif not isinstance(value, Mirrored) or op is not ReduceOp.MEAN:
         with within("reduce_to"):
-            value = strategy._engine.reduce(op, value, None)
+            value = engine_of(strategy).reduce(op, value, None)
     return _put(value, places)
 
 
@@ -97,8 +97,8 @@ def _places(strategy: ExtendedStrategy, destinations: Any) -> Places:
         place: str = strategy.extended.device_of(destinations)
         return place
     if isinstance(destinations, Variable):
-        mirrored = bool(destinations._components)
-        return _of_replicas(strategy, destinations._replicas) if mirrored else destinations._cells[0].device
+        components = components_of(destinations)
+        return _of_replicas(strategy, tuple(components)) if components else storage_of(destinations).device
     if isinstance(destinations, DistributedValues):
         return _of_replicas(strategy, destinations.replica_ids)
     if isinstance(destinations, torch.Tensor):
@@ -116,5 +116,5 @@ def join_places(shards: Iterable[str]) -> str:
 
 
 def _of_replicas(strategy: ExtendedStrategy, replicas: tuple[int, ...]) -> Places:
-    places = [(replica, strategy._engine.device_of_replica(replica)) for replica in replicas]
+    places = [(replica, engine_of(strategy).device_of_replica(replica)) for replica in replicas]
     return places[0][1] if strategy.num_replicas_in_sync == 1 else places

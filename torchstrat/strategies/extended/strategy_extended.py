@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import context, memory, nest
-from torchstrat.core.context import enter, enter_cross
+from torchstrat.core.context import engine_of, enter, enter_cross
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
@@ -25,7 +26,7 @@ from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import Mirrored, PerReplica, local_results, require_callable, select_replica
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
-from torchstrat.core.variable.variable import Variable, updating
+from torchstrat.core.variable.variable import Variable, components_of, container_of, storage_of, updating
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.per_process.drift import PeriodicChecks
 from torchstrat.strategies.extended import destinations as placing
@@ -50,8 +51,7 @@ def update(
             f"update needs a variable of {strategy!r}: a ts.Variable made in its scope, or a parameter or buffer that "
             f"it has seen; got {type(var).__name__} {var!r:.80}."
         )
-    if isinstance(var, Variable) and var._components:
-        components = dict(zip(var._replicas, var._components, strict=True))
+    if components := components_of(var):
         return _for_each(strategy, lambda replica, *a, **k: fn(components[replica], *a, **k), args, kwargs, group)
     if isinstance(var, Variable) and var._kind is VariablePlacement.CENTRAL:
         var = var._view(var._cells[0])
@@ -77,7 +77,7 @@ def _once(
         if not isinstance(leaf, PerReplica | Mirrored):
             return leaf
         value = leaf.values[0]
-        return from_first_replica(strategy._engine, value) if central and isinstance(value, torch.Tensor) else value
+        return from_first_replica(engine_of(strategy), value) if central and isinstance(value, torch.Tensor) else value
 
     with enter_cross(strategy):
         result = fn(*nest.map_structure(first, list(args)), **nest.map_structure(first, kwargs))
@@ -88,7 +88,7 @@ def _for_each(
     strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
-    replicas, results = strategy._engine.local_replicas, []
+    replicas, results = engine_of(strategy).local_replicas, []
     inputs = [(select_replica(replica, list(args)), select_replica(replica, kwargs)) for replica in replicas]
     for replica, (own_args, own_kwargs) in zip(replicas, inputs, strict=True):
         with enter(strategy, None), updating(replica):
@@ -101,18 +101,16 @@ def _for_each(
 
 def _group(leaves: tuple[Any, ...], replicas: tuple[int, ...]) -> Any:
     """One leaf of what the calls returned: the variable whose components these are, one object, or `Mirrored`."""
-    first = leaves[0]
-    if isinstance(first, Variable) and first._container is not None:
-        container = first._container
-        if all(leaf is component for leaf, component in zip(leaves, container._components, strict=True)):
-            return container
+    first, container = leaves[0], container_of(leaves[0])
+    if container is not None and all(map(operator.is_, leaves, components_of(container).values())):
+        return container
     if len(leaves) > 1 and all(leaf is first for leaf in leaves):
         return first
     return Mirrored(leaves, replica_ids=replicas)
 
 
 def _opened(strategy: ExtendedStrategy, result: Any) -> Any:
-    replicas = strategy._engine.local_replicas
+    replicas = engine_of(strategy).local_replicas
     return nest.map_structure(lambda leaf: local_results(leaf, replicas), result)
 
 
@@ -147,7 +145,7 @@ class StrategyExtended:
 
     @property
     def _engine(self) -> ReplicaEngine:
-        return self._strategy._engine
+        return engine_of(self._strategy)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -278,7 +276,7 @@ class StrategyExtended:
 
     def value_container(self, value: Any) -> Any:
         """The variable whose component ``value`` is; anything else is its own container."""
-        container = value._container if isinstance(value, Variable) else None
+        container = container_of(value)
         return value if container is None else container
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -367,7 +365,7 @@ class StrategyExtended:
         """The canonical device, such as ``"cpu:1"``, of a variable: in a replica's code that of its component, else
         that of the first component. Of a variable in shards all of their places: ``"ps:0, ps:1"``."""
         if isinstance(variable, Variable):
-            return variable._cell().device
+            return storage_of(variable).device
         if isinstance(variable, ShardedVariable):
             return placing.join_places(map(self.device_of, variable.variables))
         if not self.variable_created_in_scope(variable):
