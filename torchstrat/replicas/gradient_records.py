@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from torchstrat.core._torch_private import is_view, version_of
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import CombinedGradient, Owned, is_left_over, is_plain
 from torchstrat.core.reduction import ReduceOp
@@ -49,11 +50,11 @@ class NotedGradients:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         found = ((id(tensor), tensor.grad) for tensor in tensors)
-        self._noted = {key: (grad, 0 if grad is None else grad._version) for key, grad in found}
+        self._noted = {key: (grad, 0 if grad is None else version_of(grad)) for key, grad in found}
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         grad, (earlier, version) = tensor.grad, self._noted.get(id(tensor), (None, 0))
-        return grad is not earlier or (grad is not None and grad._version != version)
+        return grad is not earlier or (grad is not None and version_of(grad) != version)
 
 
 class GradientRecords:
@@ -227,7 +228,7 @@ class GradientRecords:
         if gradient is not None and status is GradientStatus.NEW and self.op is ReduceOp.SUM:
             gradient = torch.zeros_like(gradient)
         own = tensor.grad
-        if gradient is not None and own is not None and own._is_view() and is_plain(own) and is_plain(gradient):
+        if gradient is not None and own is not None and is_view(own) and is_plain(own) and is_plain(gradient):
             gradient = own.copy_(gradient)
         tensor.grad = gradient
         self._records[id(tensor)] = record = self.of(tensor)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchstrat.core._torch_private import own_buffers, own_parameters
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.roster import Roster
 
@@ -48,7 +49,7 @@ class Newborn:
         """A run begins. ``has_lazy``: some of the ``modules`` have lazy parameters."""
         self._modules = modules
         for module in modules if has_lazy else ():
-            if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
+            if any(is_lazy(parameter) for parameter in own_parameters(module).values() if parameter is not None):
                 self.watch(module)
         self._registry.on_member, self._registry.is_in_step = self._on_member, True
         self._registry.open(classes=self._registry.may_create)
@@ -67,7 +68,7 @@ class Newborn:
         if isinstance(member, torch.Tensor):
             if self._named is not None:
                 self._named(module, name, member)
-            is_new = name not in module._buffers and name not in module._parameters
+            is_new = name not in own_buffers(module) and name not in own_parameters(module)
             if self._on_new is not None and is_new and any(module is one for one in self._modules):
                 self._on_new(module, name, member)
             if member.requires_grad or self._named is not None:
@@ -80,7 +81,7 @@ class Newborn:
 
     def before_forward(self, module: nn.Module, *, is_first: bool) -> bool:
         """Whether the module's variables have their values by now."""
-        if not self._handles or any(is_lazy(p) for p in module._parameters.values() if p is not None):
+        if not self._handles or any(is_lazy(p) for p in own_parameters(module).values() if p is not None):
             return False
         if is_first:
             self._ready(module)
@@ -107,7 +108,7 @@ class _BeforeForward:
 
 def parameters_of(module: nn.Module) -> list[torch.Tensor]:
     """The module's own parameters, without those of its children."""
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
+    return [parameter for parameter in own_parameters(module).values() if parameter is not None]
 
 
 class _Use(NamedTuple):
@@ -173,7 +174,7 @@ class Twins:
 
 
 def _buffers_of(module: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in module._buffers.values() if buffer is not None and not is_lazy(buffer)]
+    return [buffer for buffer in own_buffers(module).values() if buffer is not None and not is_lazy(buffer)]
 
 
 def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from torchstrat.core._torch_private import version_of
+
 
 class StepCounts:
     """Numbers in objects of the program's own, in one run of a strategy after the other."""
@@ -86,13 +88,13 @@ class PlainTensors:
         if self._is_told:
             return
         known = [one for one in tensors if id(one) not in others and not one.is_inference()]
-        self._versions = [(one, one._version) for one in known]
+        self._versions = [(one, version_of(one)) for one in known]
 
     def park(self, replica: int) -> None:
         """The turn of ``replica`` ends."""
         for place, (tensor, version) in enumerate(self._versions):
-            if tensor._version != version:
-                self._versions[place] = tensor, tensor._version
+            if version_of(tensor) != version:
+                self._versions[place] = tensor, version_of(tensor)
                 self._changed_by.setdefault(place, set()).add(replica)
 
     def end(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import nn
 
+from torchstrat.core._torch_private import own_parameters
 from torchstrat.core.communicator import Communicator
 from torchstrat.replicas.transfer import broadcast_tensors
 
@@ -27,7 +28,7 @@ def scaling_tables(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def renormed_weights(modules: Iterable[nn.Module]) -> set[int]:
     """``id`` of the weights of `scaling_tables`."""
-    return {id(module._parameters.get("weight")) for module in scaling_tables(modules)}
+    return {id(own_parameters(module).get("weight")) for module in scaling_tables(modules)}
 
 
 def may_be_table(tensor: torch.Tensor) -> bool:

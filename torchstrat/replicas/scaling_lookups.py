@@ -36,6 +36,7 @@ from torchstrat.core._torch_private import (
     have_readers_ask,
     is_compiler_at_work,
     new_hook_key,
+    own_parameters,
     put_lookup_hook,
     remove_lookup_hook,
     share_storage,
@@ -188,7 +189,7 @@ _asking: dict[int, _Group] = {}
 
 _LOOKUPS = frozenset({F.embedding, F.embedding_bag})
 _READS_ROWS = frozenset({torch.embedding, torch.embedding_bag})
-_SCALES = frozenset({*methods("mul_", "div_", "__imul__", "__itruediv__"), torch._foreach_mul_, torch._foreach_div_})
+_SCALES = frozenset({*methods("mul_", "div_", "__imul__", "__itruediv__"), foreach_mul_, foreach_div_})
 _ASKS_FORM = frozenset(
     {
         *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
@@ -294,7 +295,7 @@ class ScalingLookups:
         """Those that are known."""
         for reference in self._modules[1]:
             module = reference()
-            weight = None if module is None else module._parameters.get("weight")
+            weight = None if module is None else own_parameters(module).get("weight")
             if weight is not None:
                 yield weight
         yield from self._others.alive()

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.gradients import CombinedGradient
 from torchstrat.core.pieces import plain_kind
 from torchstrat.core.reachable import address_of, has_address
@@ -83,7 +84,7 @@ SEQUENCES = (list, tuple, collections.deque)
 def trace(value: Any) -> Any:
     """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
     if isinstance(value, torch.Tensor):
-        return (_Identity(value), 0 if value.is_inference() else value._version)
+        return (_Identity(value), 0 if value.is_inference() else version_of(value))
     kind = type(value)
     if not (kind is tuple or is_container(kind)):
         return _Identity(value)
@@ -140,7 +141,7 @@ Trace = tuple[int, int, bytes]
 
 def trace_of(tensor: torch.Tensor) -> Trace:
     """Another one when somebody has changed the tensor, also through ``.data``."""
-    return tensor._version, tensor.data_ptr() if tensor.layout == torch.strided else 0, sample(tensor)
+    return version_of(tensor), tensor.data_ptr() if tensor.layout == torch.strided else 0, sample(tensor)
 
 
 class CommonStorages:
@@ -308,7 +309,7 @@ class TensorSlot:
     def release(self) -> None:
         """The run has ended. Until the next one, the tensor lives only as long as the user keeps it."""
         grad = self.tensor.grad
-        self.parked_grad = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+        self.parked_grad = (None, 0) if grad is None else (weakref.ref(grad), version_of(grad))
         self.grad_dtype = None if grad is None else grad.dtype
         self.agreed = self.unedited = None
         del self.tensor
@@ -328,7 +329,7 @@ class TensorSlot:
         left, version = self.parked_grad
         if grad is None or left is None:
             return grad is None and left is None
-        return grad is left() and grad._version == version
+        return grad is left() and version_of(grad) == version
 
     def cast_grads(self, dtype: torch.dtype) -> None:
         """The program has cast the tensor and its gradient, of which it sees the installed one."""
@@ -452,7 +453,7 @@ def gradients_edited_differently(
     found = []
     for slot in slots:
         combined, grad = combined_of(first, slot.tensor), slot.grads.get(first)
-        if combined is None or grad is None or combined.version == grad._version:
+        if combined is None or grad is None or combined.version == version_of(grad):
             continue
         if combined.used or not combined.is_in(grad):
             continue

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchstrat.core._torch_private import set_version_counters
+from torchstrat.core._torch_private import own_buffers, set_version_counters, version_of
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.reachable import address_of, has_address
@@ -138,7 +138,7 @@ class _BufferState:
 
     def put(self, value: torch.Tensor | None) -> None:
         if self.slot.tensor is not value:
-            self.slot.module._buffers[self.slot.name] = value
+            own_buffers(self.slot.module)[self.slot.name] = value
 
 
 class ComponentBuffers:
@@ -199,7 +199,7 @@ class ComponentBuffers:
     def expect(self, module: nn.Module, name: str, value: torch.Tensor, replica: int) -> None:
         """A module that was there before is about to get a new entry, in this replica's turn. It is made once, so the
         others find it there, with the value that it has now."""
-        if name not in module._buffers and not self._knows(module, name):
+        if name not in own_buffers(module) and not self._knows(module, name):
             state = _BufferState(BufferSlot(module, name), value)
             state.give_each(self._replicas, self._devices)
             state.central = copy_to(value, value.device)
@@ -208,7 +208,7 @@ class ComponentBuffers:
 
     def add_module(self, module: nn.Module, made_by: int) -> None:
         """A module made in this run, whose buffers have their first values; ``made_by`` is the replica installed."""
-        for name, value in module._buffers.items():
+        for name, value in own_buffers(module).items():
             if not self._knows(module, name):
                 state = _BufferState(BufferSlot(module, name), value, made_by)
                 state.give_each(self._replicas, self._devices)
@@ -358,7 +358,7 @@ class ComponentBuffers:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -391,13 +391,13 @@ class _OwnBuffers:
 
     def find(self, slot: BufferSlot, replica: int) -> torch.Tensor | None:
         left, tensor = self._kept.get(slot.module, {}).get(slot.name), slot.tensor
-        if left is None or left.tensor() is not tensor or tensor is None or left.version != tensor._version:
+        if left is None or left.tensor() is not tensor or tensor is None or left.version != version_of(tensor):
             return tensor
         return left.own.get(replica, tensor)
 
     def put(self, slot: BufferSlot, own: dict[int, torch.Tensor]) -> None:
         if slot.tensor is not None and own:
-            left = _Left(weakref.ref(slot.tensor), slot.tensor._version, own, slot.tensor.data.clone())
+            left = _Left(weakref.ref(slot.tensor), version_of(slot.tensor), own, slot.tensor.data.clone())
             self._kept.setdefault(slot.module, {})[slot.name] = left
 
     def give(self, states: list[_BufferState], replicas: list[int]) -> None:
@@ -406,7 +406,7 @@ class _OwnBuffers:
             left = self._kept.get(state.slot.module, {}).get(state.slot.name)
             if left is None or state.original is None or left.tensor() is not state.original:
                 continue
-            if left.version == state.original._version:
+            if left.version == version_of(state.original):
                 state.data.update({replica: left.own[replica] for replica in replicas if replica in left.own})
                 if left.start is not None:
                     state.central = left.start
@@ -432,7 +432,7 @@ class _OwnBuffers:
                 self._kept[module].pop(name, None)
             else:
                 start = None if keeps_own else state.central
-                self._kept[module][name] = _Left(weakref.ref(first), first._version, kept, start)
+                self._kept[module][name] = _Left(weakref.ref(first), version_of(first), kept, start)
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import foreach_copy_, set_version_counters
+from torchstrat.core._torch_private import foreach_copy_, own_parameters, set_version_counters, version_of
 from torchstrat.core.randomness import ReplicaStreams
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.entries import reference_of_entry
@@ -156,7 +156,7 @@ class Components:
             tensor = slot.tensor
             slot.data[key] = tensor.data
             slot.grads[key] = tensor.grad
-            version = slot.versions[key] = tensor._version
+            version = slot.versions[key] = version_of(tensor)
             if slot.trains or tensor.requires_grad != slot.trained:
                 slot.trains[key] = tensor.requires_grad
             if version != slot.version:
@@ -228,7 +228,7 @@ class Components:
             if slot.trains:
                 tensor.requires_grad_(slot.trains.get(key, slot.trained))
             version = slot.versions[key]
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 edited.append(tensor)
                 versions.append(version)
         if edited:
@@ -288,7 +288,7 @@ class Components:
         self._helpers.forget_state(optimizer)
         for tensor in tensors:
             slot = self._slots.get(id(tensor))
-            if slot is not None and tensor._version != slot.version:
+            if slot is not None and version_of(tensor) != slot.version:
                 tensor.data.copy_(slot.data[self._home] if slot.unedited is None else slot.unedited)
                 set_version_counters([tensor], [slot.version])
 
@@ -471,7 +471,7 @@ class Components:
         for slot in chosen:
             if is_installed:
                 slot.data[home] = slot.tensor.data
-                slot.versions[home] = slot.tensor._version
+                slot.versions[home] = version_of(slot.tensor)
             central = slot.data[home]
             slot.version = version = slot.versions[home]
             slot.agreed, slot.unedited = central, None
@@ -570,13 +570,13 @@ class Components:
 
     def register_module(self, module: nn.Module) -> None:
         """A new module's variables have their first values and are about to be used."""
-        self.register_newborn([tensor for tensor in module._parameters.values() if tensor is not None])
+        self.register_newborn([tensor for tensor in own_parameters(module).values() if tensor is not None])
         if not self.buffers.was_there(module):
             self.buffers.add_module(module, self._holder)
 
     def note_copy(self, module: nn.Module) -> None:
         """``module`` has been made by a deep copy."""
-        self._copies.update(id(tensor) for tensor in module._parameters.values())
+        self._copies.update(id(tensor) for tensor in own_parameters(module).values())
 
     def note_use_of(self, slot: TensorSlot, replica: int) -> None:
         if not slot.is_shared and slot.made_by != replica:
@@ -591,7 +591,7 @@ class Components:
 
     def note_use(self, module: nn.Module) -> None:
         """The replica whose turn it is uses a module that was made in this run."""
-        for tensor in module._parameters.values():
+        for tensor in own_parameters(module).values():
             slot = None if tensor is None else self._slots.get(id(tensor))
             if slot is not None:
                 self.note_use_of(slot, self._holder)

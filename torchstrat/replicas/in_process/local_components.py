@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
@@ -35,7 +36,7 @@ class LocalComponents(Components):
         touched = []
         for slot in self._slots.values():
             if slot.is_untouched(slot.tensor) and all(replica in slot.data for replica in self._replicas):
-                slot.data[self._home], slot.versions[self._home] = slot.tensor.data, slot.tensor._version
+                slot.data[self._home], slot.versions[self._home] = slot.tensor.data, version_of(slot.tensor)
                 slot.agreed = slot.unedited = None
             else:
                 touched.append(slot.tensor)
@@ -77,7 +78,7 @@ class LocalComponents(Components):
                 value = values.parameters.get(name, tensor)
                 value = value if value.shape == tensor.shape else tensor
                 slot.data[replica] = copy_to(value.detach(), self._devices[replica])
-                slot.versions[replica] = tensor._version
+                slot.versions[replica] = version_of(tensor)
             slot.keep_apart(tensor)
         self.buffers.put_own(own, self._registry.named_buffer_slots())
         for number, optimizer in enumerate(self._registry.optimizers()):

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import own_buffers, version_of
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.optimizers import stepped_by, wrapped_by
@@ -60,7 +61,7 @@ def _note(value: object) -> _Noted:
         return _Noted(value, 0, 0, b"")
     is_at_an_address = is_memory(type(value)) and value.layout == torch.strided and not value.is_meta
     address = value.data_ptr() if is_at_an_address else 0
-    return _Noted(value, 0 if value.is_inference() else value._version, address, sample(value))
+    return _Noted(value, 0 if value.is_inference() else version_of(value), address, sample(value))
 
 
 def _note_entry(entry: object) -> dict[Any, _Noted]:
@@ -230,7 +231,7 @@ class ParameterEdits:
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are now equal on all ranks."""
         for tensor in tensors:
-            self._noted[id(tensor)] = weakref.ref(tensor), tensor._version
+            self._noted[id(tensor)] = weakref.ref(tensor), version_of(tensor)
             if self._edited and id(tensor) in self._edited:
                 self._copies[id(tensor)] = tensor.detach().clone()
 
@@ -245,7 +246,7 @@ class ParameterEdits:
         found, noted = [], self._noted
         for tensor in tensors:
             known = noted.get(id(tensor))
-            if known is not None and tensor._version != known[1] and known[0]() is tensor:
+            if known is not None and version_of(tensor) != known[1] and known[0]() is tensor:
                 found.append(tensor)
         if found:
             self._edited.update(map(id, found))
@@ -323,7 +324,7 @@ class ProcessBuffers:
         if module.training and tensor is not None and not _is_nothing(tensor):
             self._kept.append((slot, tensor, tensor.detach().clone()))
         if not module.training:
-            self._noted[id(module), name] = (tensor, 0 if tensor is None else tensor._version)
+            self._noted[id(module), name] = (tensor, 0 if tensor is None else version_of(tensor))
         if counts_rows(module, name, tensor):
             self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
         if self._rules and tensor is not None and self._rules.needs_before(module, name):
@@ -333,7 +334,7 @@ class ProcessBuffers:
         """After a failure: those of modules that trained when the run began are what they were."""
         with torch.no_grad():
             for slot, tensor, copy in self._kept:
-                slot.module._buffers[slot.name] = tensor
+                own_buffers(slot.module)[slot.name] = tensor
                 tensor.data.copy_(copy)
 
     def _is_training(self, slot: BufferSlot) -> bool:
@@ -345,7 +346,7 @@ class ProcessBuffers:
         if self._is_training(slot):
             return tensor is not None
         noted, version = self._noted.get((id(slot.module), slot.name), (None, 0))
-        return tensor is not noted or (tensor is not None and tensor._version != version)
+        return tensor is not noted or (tensor is not None and version_of(tensor) != version)
 
     def _is_compared(self, slot: BufferSlot) -> bool:
         return not (self._rules and self._rules.keeps_own(slot.module, slot.name)) and not _is_nothing(slot.tensor)
@@ -414,7 +415,7 @@ class ProcessBuffers:
             kind = kinds[source]
             if kind != _kind(tensor):
                 tensor = None if kind is None else torch.empty(kind[0], dtype=kind[1], device=self._device)
-                slot.module._buffers[slot.name] = tensor
+                own_buffers(slot.module)[slot.name] = tensor
             if tensor is not None:
                 level.append(tensor)
             return

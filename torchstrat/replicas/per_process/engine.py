@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core import nest, reduction
-from torchstrat.core._torch_private import new_hook_key
+from torchstrat.core._torch_private import new_hook_key, own_buffers
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.devices import torch_device
@@ -273,7 +273,7 @@ class PerProcessReplica:
 
     def _take_over_newborn(self, module: nn.Module) -> None:
         """Each rank has drawn first values for itself; make them the first rank's before they are used."""
-        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        buffers = [buffer for buffer in own_buffers(module).values() if buffer is not None]
         values = [*parameters_of(module), *buffers]
         place = self.registry.number_of(module)
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in values)

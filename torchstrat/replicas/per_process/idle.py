@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from torch.optim import Optimizer
 
 from torchstrat.core import nest
+from torchstrat.core._torch_private import own_buffers
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import hyperparameters, is_listed, load_in_place
@@ -272,7 +273,7 @@ class IdleReplicas:
             if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
                 tensor.materialize(kind.shape, dtype=kind.dtype)
             elif tensor is None or _kind(tensor) != kind:
-                slot.module._buffers[slot.name] = self._room_for(kind)
+                own_buffers(slot.module)[slot.name] = self._room_for(kind)
 
     def _room_for(self, kind: _Kind) -> torch.Tensor:
         device = self._device if kind.device_type == self._device.type else torch.device(kind.device_type)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from torchstrat.core import context, nest
+from torchstrat.core._torch_private import own_parameters
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import InputLayout, ReplicaStates
@@ -64,7 +65,7 @@ def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: 
 def _cut_members(module: nn.Module, variables: CutVariables) -> dict[str, torch.Tensor]:
     return {
         name: parameter
-        for name, parameter in module._parameters.items()
+        for name, parameter in own_parameters(module).items()
         if parameter is not None and variables.find(parameter) is not None
     }
 

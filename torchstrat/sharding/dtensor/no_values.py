@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchstrat.core import gradients
+from torchstrat.core._torch_private import foreach_zero_
 from torchstrat.core.errors import ContextError
 from torchstrat.core.operands import tensors_in
 from torchstrat.core.pieces import piece_of
@@ -150,7 +151,7 @@ def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if func is torch.Tensor.zero_ and note.zero is not None:
             note.zero()
             return first
-    if func is torch._foreach_zero_ and all(NOTE in vars(one) for one in tensors_in(args)):
+    if func is foreach_zero_ and all(NOTE in vars(one) for one in tensors_in(args)):
         for one in tensors_in(args):
             _asked(torch.Tensor.zero_, (one,), {})
         return None

@@ -30,7 +30,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrat.core._torch_private import DisableTorchFunction, swap_tensor_impl
+from torchstrat.core._torch_private import (
+    DisableTorchFunction,
+    give_hooks,
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    own_parameters,
+    swap_tensor_impl,
+    version_of,
+)
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.gradients import GradientHook
 from torchstrat.core.pieces import WholeValue, class_of_pieces, piece_of, plain_kind, stands_for
@@ -81,7 +89,7 @@ def draw_first_values(module: nn.Module, places: dict[int, Place], devices: Logi
     drawing = _InPieces(places, devices)
     with drawing:
         reset()
-    missing = [name for name, one in module._parameters.items() if id(one) in places.keys() - drawing.written]
+    missing = [name for name, one in own_parameters(module).items() if id(one) in places.keys() - drawing.written]
     if missing:
         raise InvalidArgumentError(
             f"reset_parameters() of a {type(module).__name__} that was made on meta gave {', '.join(missing)} no value."
@@ -253,7 +261,7 @@ class CutVariables:
         scope closes, before `take`."""
         found: list[tuple[nn.Module, list[torch.Tensor]]] = []
         for module in {id(one): one for root in self._registry.modules() for one in root.modules()}.values():
-            members: list[torch.Tensor | None] = [*module._parameters.values()]
+            members: list[torch.Tensor | None] = [*own_parameters(module).values()]
             empty = [one for one in members if one is not None and self._has_no_value(one)]
             if empty:
                 found.append((module, empty))
@@ -282,7 +290,7 @@ class CutVariables:
                 swap_tensor_impl(one, self._alike(one, piece))
             else:
                 self._note(self._known, one)
-                if not one._backward_hooks:  # else the next run refuses it
+                if not hooks_on_gradient(one):  # else the next run refuses it
                     swap_tensor_impl(one, self._piece_like(one, one))
                 self._enter(one, sharding, cut, tuple(one.shape), self._piece_like(one, piece))
 
@@ -334,10 +342,7 @@ class CutVariables:
         piece = self._piece_like(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
         if tensor.grad is not None:
             piece.grad = self._devices.own_piece(tensor.grad, cut).clone()
-        piece._backward_hooks = tensor._backward_hooks
-        accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
-        if accumulated:
-            piece._post_accumulate_grad_hooks = accumulated
+        give_hooks(piece, hooks_on_gradient(tensor), hooks_after_accumulation(tensor))
         self._cut_states(tensor, shape, cut)
         empty = self._piece_like(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
         swap_tensor_impl(tensor, empty)  # what it was goes with this name
@@ -353,7 +358,7 @@ class CutVariables:
             if key in entries and entries[key].reference is reference:
                 del entries[key]
 
-        kind, version = plain_kind(type(tensor)), tensor._version
+        kind, version = plain_kind(type(tensor)), version_of(tensor)
         note = Note("a variable", self._devices.device, copy=lambda: self._copy_of(entries[key]))
         entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, note, version)
         entries[key] = entry
@@ -418,7 +423,7 @@ class CutVariables:
                 swap_tensor_impl(tensor, entry.other)
                 if entry.other.requires_grad != tensor.requires_grad:
                     tensor.requires_grad_(entry.other.requires_grad)
-                entry.version = tensor._version
+                entry.version = version_of(tensor)
                 self._show_gradient(tensor, entry)
                 without_values(tensor, entry.note)
 
@@ -436,7 +441,7 @@ class CutVariables:
         """What has been done to the gradient of the empty whole is to be done to the piece's, or raises."""
         was_left = entry.other.grad is entry.gradient  # else a backward pass outside of a run has made another
         entry.gradient = None  # a step may forget it, and make another
-        if tensor.grad is entry.shown and (entry.shown is None or entry.shown._version == 0):
+        if tensor.grad is entry.shown and (entry.shown is None or version_of(entry.shown) == 0):
             return
         if tensor.grad is not None or not was_left:
             raise ContextError(
@@ -448,8 +453,8 @@ class CutVariables:
 
     def _require_no_hooks(self, tensor: torch.Tensor) -> None:
         """But the engine's, which knows pieces."""
-        hooks = [*(tensor._backward_hooks or {}).values()]
-        hooks += (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+        hooks = [*(hooks_on_gradient(tensor) or {}).values()]
+        hooks += (hooks_after_accumulation(tensor) or {}).values()
         if any(not isinstance(hook, GradientHook) for hook in hooks):
             raise UnsupportedError(
                 f"{self._registry.describe(tensor)} is cut over logical devices and has a hook of its own, which would "
@@ -458,7 +463,7 @@ class CutVariables:
 
     def _require_unchanged(self, tensor: torch.Tensor, entry: CutVariable) -> None:
         self._require_no_hooks(tensor)
-        is_as_it_was = (tensor._version, tensor.dtype, tuple(tensor.shape)) == (
+        is_as_it_was = (version_of(tensor), tensor.dtype, tuple(tensor.shape)) == (
             entry.version,
             entry.other.dtype,
             entry.shape,

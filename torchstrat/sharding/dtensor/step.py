@@ -267,7 +267,7 @@ def _in_sight(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+    for hook in (*hooks_before_step(optimizer).values(), *hooks_after_step(optimizer).values()):
         if not _is_of_backend(hook):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} has a hook on its steps, and parameters that are cut over logical "

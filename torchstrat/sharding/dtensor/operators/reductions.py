@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.core._torch_private import foreach_norm
 from torchstrat.core.half_precision import HALF, widen
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor
 from torchstrat.sharding.dtensor.devices import Cut
@@ -156,7 +157,7 @@ def vector_norm(
     return call.leave(root(call.added_up(powers.sum(dims, keepdim=keepdim), axes), ord).to(kind), cut)
 
 
-@rule(torch._foreach_norm)
+@rule(foreach_norm)
 def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
     """As clipping takes them of the gradients of all parameters."""
     found = []
