@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import own_buffers, own_parameters
 from torchstrat.core.errors import (
     CommunicationError,
     InvalidArgumentError,
@@ -393,7 +394,7 @@ def _parts_of(value: object) -> Iterator[Any]:
     """What goes with it, itself included."""
     if isinstance(value, nn.Module):
         for module in value.modules():
-            yield from (module, *module._parameters.values(), *module._buffers.values())
+            yield from (module, *own_parameters(module).values(), *own_buffers(module).values())
             yield from (shard for shard in vars(module).values() if isinstance(shard, Variable))
     elif isinstance(value, LeasedDataset):
         yield value._reader

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from torchstrat.core._torch_private import own_children
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variables import VariableRegistry
@@ -389,7 +390,7 @@ class Catalog:
             return
         seen.add(id(module))
         self._take_in(module, "module")
-        for child in module._modules.values():
+        for child in own_children(module).values():
             if child is not None:
                 self._take_in_tree(child, seen)
 

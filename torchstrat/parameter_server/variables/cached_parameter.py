@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchstrat.core import _torch_private, _torch_script_private, gradients
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, sparse_indices, sparse_values
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_bytes import overlap
@@ -123,8 +123,8 @@ def grow_gradient(parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
             return
         if gradient.layout == torch.sparse_coo:
             grown = torch.sparse_coo_tensor(
-                gradient._indices(),
-                gradient._values(),
+                sparse_indices(gradient),
+                sparse_values(gradient),
                 shape,
                 is_coalesced=gradient.is_coalesced(),
                 check_invariants=False,

@@ -26,7 +26,7 @@ import torch
 
 from torchstrat.checkpoint.remote import RemoteVariable
 from torchstrat.core import _torch_private
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings, version_of
 from torchstrat.core.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import VariableSpec
@@ -445,7 +445,7 @@ class CachedVariable:
         self.is_asking = asks
         self.is_meta = tensor.is_meta
         self._tensor = weakref.ref(tensor)
-        self._version = tensor._version
+        self._version = version_of(tensor)
         if asks:
             let_ask(tensor, self)
             if not self.is_meta and self.is_shared():  # with what was made before it was placed
@@ -474,7 +474,7 @@ class CachedVariable:
         tensor = self._tensor()
         if tensor is not None:
             with DisableTorchFunctionSubclass():
-                self._version = tensor._version
+                self._version = version_of(tensor)
             self.is_replaced = False
             if self.before is not None:
                 self.keep_before()
@@ -491,7 +491,7 @@ class CachedVariable:
             return False
         return (
             self.is_replaced
-            or tensor._version != self._version
+            or version_of(tensor) != self._version
             or (self.before is not None and not is_same(self.before, tensor))
         )
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import InitialOp, NewRows, RepeatedOps, StateOfShard, VariableSpec
@@ -261,7 +261,7 @@ def _tables_of(
     registry: VariableRegistry, weight: torch.Tensor, spec: VariableSpec
 ) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
     for module in registry.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not weight:
                 continue
             if name != "weight" or not isinstance(module, nn.Embedding | nn.EmbeddingBag):

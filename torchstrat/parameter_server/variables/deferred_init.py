@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchstrat.core._torch_private import schema_of
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.messages import InitialOp
 
@@ -133,9 +134,9 @@ class RecordInitialisers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Drawing on meta does nothing, and torch's way of doing it imports its compiler.
-        draws = func._schema.name in _DRAWN_IN_PLACE and args[0].is_meta
+        draws = schema_of(func).name in _DRAWN_IN_PLACE and args[0].is_meta
         result = args[0] if draws else func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             _note_written(func, args, kwargs)
         elif isinstance(result, torch.Tensor) and (result.is_meta or _is_copy_of_followed(func, args)):
             _note_made(func, args, kwargs, result)
@@ -284,7 +285,7 @@ def _block_seed(seed: int, block: int) -> int:
 
 def _note_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
     """A new tensor: filled by its factory, or computed from one that has a recipe. Views need no note of their own."""
-    name = func._schema.name.rpartition("::")[2]
+    name = schema_of(func).name.rpartition("::")[2]
     if name in _FACTORIES:
         operator, arguments = _FACTORIES[name]
         _set(result, _Recorded([(operator, arguments, {}, None)]))
@@ -302,9 +303,9 @@ def _note_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 
 def _note_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = func._schema.name.rpartition("::")[2]
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    for argument in func._schema.arguments:
+    name = schema_of(func).name.rpartition("::")[2]
+    given = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
+    for argument in schema_of(func).arguments:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         target = given.get(argument.name)
@@ -333,7 +334,7 @@ def _may_be_followed(tensor: Any) -> bool:
 
 
 def _is_copy_of_followed(func: Any, args: tuple[Any, ...]) -> bool:
-    is_copy = func._schema.name.rpartition("::")[2] in _COPIES and _may_be_followed(args[0])
+    is_copy = schema_of(func).name.rpartition("::")[2] in _COPIES and _may_be_followed(args[0])
     return is_copy and _recorded(args[0]) is not None
 
 

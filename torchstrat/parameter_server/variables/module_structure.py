@@ -28,7 +28,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrat.core._torch_private import optimizers_without_compiler
+from torchstrat.core._torch_private import (
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    optimizers_without_compiler,
+    own_buffers,
+    own_children,
+    own_parameters,
+    version_of,
+)
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
@@ -75,7 +83,7 @@ def marks_of_tensors(optimizer: Optimizer) -> dict[str, list[tuple[int, int]]]:
     for name in names_of(optimizer):
         for one in _members_of(optimizer.__dict__[name]):
             if type(one) is torch.Tensor and not one.is_inference():
-                found.setdefault(name, []).append((id(one), one._version))
+                found.setdefault(name, []).append((id(one), version_of(one)))
     return found
 
 
@@ -210,7 +218,7 @@ def _contents(value: Any, depth: int) -> Any:
     else, or has parts that are, such as parameters: who holds those tells of them."""
     kind = type(value)
     if kind is torch.Tensor:
-        return None if value.is_inference() else value._version
+        return None if value.is_inference() else version_of(value)
     members: Any = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
     if type(members) not in _CONTAINERS or len(members) > _MOST_PARTS:
         return None
@@ -259,7 +267,7 @@ class ModuleStructure:
             is_known = known is not None and known[0]() is module
             if is_known and known is not None and known[1] == ids:
                 continue
-            for name, tensor in module._parameters.items():
+            for name, tensor in own_parameters(module).items():
                 if tensor is not None:
                     check_parameter(f"{type(module).__name__}.{name}", tensor)
             if is_known:
@@ -288,9 +296,12 @@ class ModuleStructure:
                 hooks = pack((kind, tables), catalog, what=f"the hooks of {type(module).__name__}")
                 self._changed[module] = now, hooks
             members = Members(
-                {name: None if one is None else catalog.spec_of(one) for name, one in module._parameters.items()},
-                {name: None if one is None else spec_of_buffer(module, name) for name, one in module._buffers.items()},
-                {name: None if one is None else catalog.refer_to(one) for name, one in module._modules.items()},
+                {name: None if one is None else catalog.spec_of(one) for name, one in own_parameters(module).items()},
+                {
+                    name: one if one is None else spec_of_buffer(module, name)
+                    for name, one in own_buffers(module).items()
+                },
+                {name: None if one is None else catalog.refer_to(one) for name, one in own_children(module).items()},
                 frozenset(module._non_persistent_buffers_set),
                 hooks,
             )
@@ -308,7 +319,7 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
             f"{name} has no shape yet: its module is lazy. Call the model once on a small batch inside "
             "`with strategy.scope():`, so that it can be placed on the parameter servers."
         )
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+    if hooks_on_gradient(tensor) or hooks_after_accumulation(tensor):
         raise UnsupportedError(
             f"{name} has a gradient hook, which would not run on the workers: they have parameters of their own. "
             "Change the gradients between backward() and step() in the function instead."
@@ -317,10 +328,10 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
 
 def _ids(module: nn.Module) -> list[Any]:
     """Other ones when a parameter, a child or the name of a buffer was added, removed or replaced."""
-    members = [(name, id(one)) for each in (module._parameters, module._modules) for name, one in each.items()]
+    members = [(name, id(one)) for each in (own_parameters(module), own_children(module)) for name, one in each.items()]
     return [
         *members,
-        *((name, one is None) for name, one in module._buffers.items()),
+        *((name, one is None) for name, one in own_buffers(module).items()),
         _hook_marks(module),
         id(type(module)),
     ]

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.checkpoint.pieces import goes_by_rows
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.optimizers import Gradients, Kind, Tier, hyperparameters, is_listed, kind_of, kind_of_class
 from torchstrat.core.tensor_bytes import memory_of
@@ -151,7 +152,7 @@ def _marks(state: RemoteOptimizerState) -> list[Any]:
         if entry:
             marks.append(id(tensor))
             marks += [
-                (name, id(value), value._version) if isinstance(value, torch.Tensor) else (name, value)
+                (name, id(value), version_of(value)) if isinstance(value, torch.Tensor) else (name, value)
                 for name, value in entry.items()
             ]
     return marks

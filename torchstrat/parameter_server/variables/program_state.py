@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_parameters, version_of
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, is_listed
@@ -67,7 +67,7 @@ class _Slot(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         module = self.module()
-        return None if module is None else module._buffers.get(self.name)
+        return None if module is None else own_buffers(module).get(self.name)
 
 
 class CapturedVariables:
@@ -171,7 +171,7 @@ class CapturedVariables:
     def go_by_rows(self, specs: Collection[VariableSpec]) -> bool:
         """Whether gradients of some name rows alone: those of tables that travel so, and of lookups that are sparse."""
         sparse = (one for one in self._registry.modules() if getattr(one, "sparse", None) is True)
-        numbers = set(self.numbers_of(p for one in sparse for p in one._parameters.values() if p is not None))
+        numbers = set(self.numbers_of(p for one in sparse for p in own_parameters(one).values() if p is not None))
         return any(spec.by_rows or spec.number in numbers for spec in specs)
 
     def grow(self, spec: VariableSpec) -> None:
@@ -413,7 +413,7 @@ class CapturedVariables:
             for number, slots in self._buffers.items():
                 tensor = slots[0].tensor if len(slots) == 1 else self._slot(number).tensor
                 is_known = self._cache.tensor(number) is tensor
-                found += (None, None) if tensor is None else (tensor._version, is_known)
+                found += (None, None) if tensor is None else (version_of(tensor), is_known)
         return found
 
     def has_traceless_changes(self) -> bool:
@@ -433,7 +433,7 @@ def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
     of the user's own holds itself. Weights of torch's other layers are used whole."""
     for module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or not type(module).__module__.startswith("torch."):
-            yield from (id(parameter) for parameter in module._parameters.values())
+            yield from (id(parameter) for parameter in own_parameters(module).values())
 
 
 _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers", "__class__")

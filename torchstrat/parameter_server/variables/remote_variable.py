@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import VariableAggregation, VariableSynchronization
 from torchstrat.core.variable.storage import DeclaredShape, Edit, VariablePlacement
@@ -125,7 +126,7 @@ def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[
 def _rows_of(spec: VariableSpec, sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows (values, ids) of a sparse COO tensor; one that is sparse in further dimensions has these filled up."""
     if sparse.sparse_dim() == 1:
-        return sparse._values(), sparse._indices()[0]
+        return sparse_values(sparse), sparse_indices(sparse)[0]
     coalesced = sparse.coalesce()
     ids, inverse = torch.unique(coalesced.indices()[0], return_inverse=True)
     rows = torch.zeros((len(ids), *spec.shape[1:]), dtype=spec.dtype)

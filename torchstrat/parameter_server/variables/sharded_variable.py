@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.variable.storage import initial_tensor, parse_shape, to_tensor
 from torchstrat.core.variable.tensor_like import TensorInShards
@@ -256,7 +257,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
                 f"rows of shape {tuple(self._shape[1:])} and {self.dtype}."
             )
         # Coalescing would add up the values of repeated rows, which is right for additions only.
-        ids, rows = self._checked_rows(sparse._indices()[0], call), sparse._values()
+        ids, rows = self._checked_rows(sparse_indices(sparse)[0], call), sparse_values(sparse)
         for handle, (places, local) in zip(self._handles(), split_ids(ids, self._spans), strict=True):
             if len(places):
                 handle.edit(op, rows.index_select(0, places.to(rows.device)), local)

@@ -23,7 +23,14 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.core import _torch_private
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_norm
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    foreach_norm,
+    foreach_zero_,
+    sparse_count,
+    sparse_values,
+    version_of,
+)
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_functions import methods, properties
@@ -165,7 +172,7 @@ def _values(gradient: RowGradient) -> torch.Tensor:
     """To be written to: each row once."""
     if not gradient.is_coalesced():
         _become(gradient, gradient.coalesce())
-    return gradient._values()
+    return sparse_values(gradient)
 
 
 def _vector_norm(x: object, ord: object = 2, dim: object = None, *rest: object, **kwargs: object) -> Any:  # noqa: A002
@@ -351,7 +358,7 @@ class LeftGradients:
             for number, parameter in self._parameters(None):
                 gradient: torch.Tensor | None = GRAD.__get__(parameter)
                 if gradient is not None:
-                    yield number, (gradient, gradient._version)
+                    yield number, (gradient, version_of(gradient))
 
     def take(self, name_of: Callable[[torch.Tensor], str]) -> list[tuple[WatchedParameter, torch.Tensor]]:
         """What the function, which has ended, leaves to the servers: it is not here any more."""
@@ -458,7 +465,7 @@ class LeftGradient(torch.Tensor):
 
 def _is_used(gradient: torch.Tensor) -> bool:
     """Whether a step has used it as it is."""
-    return getattr(gradient, _USED_AT, None) == gradient._version
+    return getattr(gradient, _USED_AT, None) == version_of(gradient)
 
 
 def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
@@ -471,7 +478,7 @@ def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
 
 def _is_zero(gradient: torch.Tensor) -> bool:
     with _torch_private.DisableTorchFunctionSubclass():
-        return not (gradient.count_nonzero() if gradient.layout == torch.strided else gradient._nnz())
+        return not (gradient.count_nonzero() if gradient.layout == torch.strided else sparse_count(gradient))
 
 
 def _refusal(what: str, of: str) -> str:
@@ -491,4 +498,4 @@ _ASKS_NO_VALUES = frozenset(
         *methods("stride", "storage_offset", "element_size", "is_contiguous", "get_device"),
     }
 )
-_SETS_TO_ZERO = frozenset({torch.Tensor.zero_, torch._foreach_zero_, torch.zero_})
+_SETS_TO_ZERO = frozenset({torch.Tensor.zero_, foreach_zero_, torch.zero_})

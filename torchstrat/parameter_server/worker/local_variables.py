@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from torchstrat.core import _torch_private
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_parameters
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.reduction import VariableAggregation
@@ -155,7 +155,7 @@ class Copies:
             large = worth_waiting_for(modules)
         self._can_wait = {number for one, number in self._numbers.items() if one in large} - self._tables
         for module in modules:
-            for name, tensor in module._buffers.items():
+            for name, tensor in own_buffers(module).items():
                 number = None if tensor is None else self._numbers.get(id(tensor))
                 if number is not None:
                     self._buffers_of.setdefault(module, {})[name] = number
@@ -185,10 +185,10 @@ class Copies:
         in a buffer's place."""
         numbers, none = self._numbers, dict[str, int]()
         for one in module.modules():
-            for parameter in one._parameters.values():
+            for parameter in own_parameters(one).values():
                 if parameter is not None and (number := numbers.get(id(parameter))) is not None:
                     yield number
-            if one._buffers:
+            if own_buffers(one):
                 yield from self._buffers_of.get(one, none).values()
 
     def parameters(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, WatchedParameter]]:
@@ -393,7 +393,7 @@ class Copies:
     def _buffer(self, spec: VariableSpec) -> torch.Tensor:
         for known, name in self._slots.get(spec.number, ()):
             module = known()
-            current = None if module is None else module._buffers.get(name)
+            current = None if module is None else own_buffers(module).get(name)
             if current is not None:
                 return current
         return self._tensors[spec.number]

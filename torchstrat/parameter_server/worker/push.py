@@ -29,7 +29,14 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat.core._torch_private import DisableTorchFunction, before_step, number_hooks_apart
+from torchstrat.core._torch_private import (
+    DisableTorchFunction,
+    before_step,
+    hooks_before_step,
+    number_hooks_apart,
+    sparse_indices,
+    sparse_values,
+)
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import (
     be_idle,
@@ -325,7 +332,7 @@ class RemoteSteps:
         if number is None:
             self._check_foreign(optimizer)
             return None
-        if optimizer._optimizer_step_pre_hooks:  # hooks of the user's, which may change gradients: after those
+        if hooks_before_step(optimizer):  # hooks of the user's, which may change gradients: after those
             self._last_hooks.put(optimizer, self._last)
             return None
         return self._step(optimizer, args, kwargs)
@@ -571,11 +578,11 @@ def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Autograd forgets on the way that they are, and `coalesce` would then sort and copy them.
     """
-    ids = gradient._indices()[0]
+    ids = sparse_indices(gradient)[0]
     if not bool((ids[1:] > ids[:-1]).all()):
         gradient = gradient.coalesce()
         ids = gradient.indices()[0]
-    return ids.cpu(), gradient._values().cpu()
+    return ids.cpu(), sparse_values(gradient).cpu()
 
 
 def _known(spec: VariableSpec | None, tensor: torch.Tensor, optimizer: Optimizer) -> VariableSpec:

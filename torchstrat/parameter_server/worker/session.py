@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_children, own_parameters
 from torchstrat.core.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import (
     AGGREGATIONS,
@@ -152,13 +152,13 @@ class Settings:
         self._members[token] = members
         module: nn.Module = self._world.resolve(token)
         resolve, make = self._world.resolve, self._world.tensor_of
-        _fill(module._parameters, {n: None if spec is None else make(spec) for n, spec in members.parameters.items()})
-        _fill(module._modules, {n: None if child is None else resolve(child) for n, child in members.children.items()})
-        buffers = {n: None if spec is None else make(spec) for n, spec in members.buffers.items()}
-        for name, one in module._buffers.items():
+        _fill(own_parameters(module), _made(make, members.parameters))
+        _fill(own_children(module), _made(resolve, members.children))
+        buffers = _made(make, members.buffers)
+        for name, one in own_buffers(module).items():
             if one is not None and buffers.get(name) is not None:
                 buffers[name] = one  # another tensor by now, perhaps, which a function has put in its place
-        _fill(module._buffers, buffers)
+        _fill(own_buffers(module), buffers)
         for name in (*members.parameters, *members.children, *members.buffers):
             vars(module).pop(name, None)  # a function has set it: Python would find that first
         module._non_persistent_buffers_set = set(members.not_saved)
@@ -265,6 +265,10 @@ class Settings:
                 "coordinator.schedule, or in each function. (Further changes are not warned of.)",
                 stacklevel=2,
             )
+
+
+def _made(make: Callable[[Any], Any], members: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if one is None else make(one) for name, one in members.items()}
 
 
 def _fill(members: dict[str, Any], now: Mapping[str, Any]) -> None:

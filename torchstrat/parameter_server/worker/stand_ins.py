@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from torchstrat.core import _torch_private
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import CommunicationError, ContextError
 from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_bytes import is_same
@@ -403,7 +403,7 @@ def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:
             by_others.update(map(id, module.parameters()))
         else:
             owned = by_torch if type(module).__module__.startswith("torch.nn.modules.") else by_others
-            owned.update(id(one) for one in module._parameters.values() if _is_large(one))
+            owned.update(id(one) for one in own_parameters(module).values() if _is_large(one))
     return by_torch - by_others
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.core import _torch_private
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, schema_of, sparse_indices
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.embedding import prefetch_rows
 from torchstrat.parameter_server.messages import VariableSpec
@@ -218,8 +218,7 @@ class TableParameter(WatchedParameter):
         lookups: TableLookups,
         holder: TablesHolder,
     ) -> TableParameter:
-        make: Any = torch.Tensor._make_wrapper_subclass
-        table: TableParameter = make(
+        table: TableParameter = _torch_private.wrapper_of(
             cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad, storage_size=0
         )
         _torch_private.raise_on_data_pointer(table)
@@ -266,7 +265,7 @@ class TableParameter(WatchedParameter):
         if written:  # PyTorch leaves the count to what is called for each of the list, which comes out below it here
             torch.autograd.graph.increment_version(written)
         for table, values in used:
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 table._take_form(values, func)
             if func is _DETACH:  # what is written through an array of it is not counted
                 table.keep_before()
@@ -374,7 +373,7 @@ class TableParameter(WatchedParameter):
         def with_rows(gradient: torch.Tensor) -> torch.Tensor | None:
             if gradient.layout != torch.sparse_coo or gradient.requires_grad:
                 return hook(gradient)
-            rows = gradient._indices()[0]
+            rows = sparse_indices(gradient)[0]
             shown = as_rows(gradient.detach(), self)
             found = hook(shown)
             if found is None and type(shown) is RowGradient:
@@ -388,9 +387,9 @@ class TableParameter(WatchedParameter):
 
 def _lists_written_to(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors of lists that an operator writes to."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
-    given = zip(func._schema.arguments, args, strict=False)
+    given = zip(schema_of(func).arguments, args, strict=False)
     lists = [value for argument, value in given if argument.is_write and isinstance(value, list | tuple)]
     return [tensor for one in lists for tensor in one]
 
