@@ -243,7 +243,7 @@ def _tensors(objects: Any) -> Iterator[Any]:
 
 def _restore(
     target: Path,
-    objects: dict[str, Any],
+    objects: dict[str, object],
     items: list[Item],
     servers: Servers | None,
     processes: Processes,
@@ -256,7 +256,7 @@ def _restore(
     from torchstrat.checkpoint.stored import open_checkpoint
 
     reads: list[Reads] = []
-    values: list[Any] = []
+    values: list[object] = []
     comparison = Comparison(selection)
     restoring = None
 
@@ -286,7 +286,7 @@ def _restore(
     return comparison.skipped()
 
 
-def _by_item(reads: list[Reads], values: list[Any]) -> Iterator[tuple[Reads, list[Any]]]:
+def _by_item(reads: list[Reads], values: list[object]) -> Iterator[tuple[Reads, list[Any]]]:
     first = 0
     for one in reads:
         yield one, values[first : first + len(one.wants)]

@@ -184,7 +184,7 @@ def _optimizer_of(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
         names = [str(name) for name in group["params"]]
         group["params"] = list(range(len(numbers), len(numbers) + len(names)))
         numbers.update(zip(names, group["params"], strict=True))
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, object]] = {}
     for path, value in leaves.items():
         if path[1] == "state":
             state.setdefault(numbers[str(path[2])], {})[str(path[3])] = value
@@ -237,7 +237,7 @@ def _plain_only(tree: object, path: KeyPath) -> Any:
     return _LEFT_OUT
 
 
-def _plain_mapping(tree: Mapping[Any, Any], path: KeyPath) -> dict[Any, Any]:
+def _plain_mapping(tree: Mapping[Any, object], path: KeyPath) -> dict[Any, Any]:
     found = {}
     for key, one in tree.items():
         if not _is_plain(key):
@@ -361,7 +361,7 @@ def _write_safetensors(file: Path, stored: Stored, tree: Mapping[str, Any], vers
         safetensors_file.write(stream, described, {name: one for name, one in versions.items() if name in tree})
 
 
-def _tensors_only(name: str, module: Mapping[str, Any]) -> dict[str, Any]:
+def _tensors_only(name: str, module: Mapping[str, object]) -> dict[str, Any]:
     """Of a module; what is left out is what its extra state is, which most programs can do without."""
     left_out = [
         f"{name}.{key}" for key, value in module.items() if not isinstance(value, _Slot) and not is_block(value)

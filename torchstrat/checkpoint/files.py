@@ -197,7 +197,7 @@ def write_part(
     folder: Path,
     number: int,
     tensors: Sequence[tuple[Piece, torch.Tensor | BlockSource]],
-    values: Sequence[tuple[KeyPath, Any]] = (),
+    values: Sequence[tuple[KeyPath, object]] = (),
 ) -> WrittenPart:
     """Write a file, which no other part of the checkpoint has the ``number`` of, into ``folder``, which is there.
 

@@ -59,7 +59,7 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == _torch_private.EXTRA_STATE
 
 
-def versions_of(state: Mapping[str, Any], name: str = "") -> dict[str, dict[str, Any]] | None:
+def versions_of(state: Mapping[str, object], name: str = "") -> dict[str, dict[str, Any]] | None:
     """Of a ``state_dict(prefix=f"{name}.")``; None where it has none."""
     found = getattr(state, "_metadata", None)
     if not isinstance(found, Mapping):
@@ -67,7 +67,7 @@ def versions_of(state: Mapping[str, Any], name: str = "") -> dict[str, dict[str,
     return {key.removeprefix(name).removeprefix("."): dict(one) for key, one in found.items()}
 
 
-def with_versions(state: Mapping[str, Any], versions: Versions | None) -> Mapping[str, Any]:
+def with_versions(state: Mapping[str, object], versions: Versions | None) -> Mapping[str, Any]:
     """As ``load_state_dict`` takes it."""
     if versions is None:
         return state
@@ -310,7 +310,7 @@ class TensorsItem:
             return assumed(self._value, self._versions, stored.folder)
         return None
 
-    def _compared(self, paths: Sequence[KeyPath], values: Sequence[Any]) -> dict[str, str]:
+    def _compared(self, paths: Sequence[KeyPath], values: Sequence[object]) -> dict[str, str]:
         """Of tensors that are no blocks, whose shapes are known once they are read."""
         problems = {}
         for path, value in zip(paths, values, strict=True):
@@ -327,7 +327,7 @@ class TensorsItem:
         values: Sequence[Any],
         versions: Versions | None,
     ) -> None:
-        of_module: dict[str, Any] = {}
+        of_module: dict[str, object] = {}
         for part, value in zip(parts, values, strict=False):
             if part.key and isinstance(self._value, nn.Module):
                 of_module[part.key] = value
@@ -344,13 +344,13 @@ class TensorsItem:
             self._value.load_state_dict(with_versions(of_module, versions), strict=False)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"{value.dtype} {tuple(value.shape)} ({str(value.layout).removeprefix('torch.')})"
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> Any:
     """With its numbers, where it stands for numbers elsewhere."""
     elsewhere = whole_value_of(value) if isinstance(value, torch.Tensor) and value.is_meta else None
     return value if elsewhere is None else elsewhere.get()

@@ -52,7 +52,7 @@ class JobState:
     parameter_servers: Mapping[str, int]
 
 
-def take(objects: Mapping[str, Any], servers: Servers | None) -> JobState:
+def take(objects: Mapping[str, object], servers: Servers | None) -> JobState:
     """As it is now, between runs; asks no other process. With servers while no function runs."""
     streams = [engine_of(strategy).replica_states.state_dict() for strategy in strategies_of(objects)]
     return JobState(_process_state(), streams, {} if servers is None else servers.counters())
@@ -77,7 +77,7 @@ def writes_of(states: Sequence[JobState]) -> Writes:
 
 def reads(
     stored: Stored,
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     servers: Servers | None,
     rank: int,
     selection: Selection,
@@ -108,7 +108,7 @@ def reads(
 
 
 def _process_state() -> dict[str, Any]:
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "torch": state_of(),
         "seedings": seedings.state_dict(),
         "python": random.getstate(),
@@ -155,7 +155,7 @@ def _load_numpy(state: Mapping[str, Any]) -> None:
 # -- whose objects they are --------------------------------------------------------------------------------------------
 
 
-def strategies_of(objects: Mapping[str, Any]) -> list[StrategyLike]:
+def strategies_of(objects: Mapping[str, object]) -> list[StrategyLike]:
     """The strategies that have any of the objects, in the order of the objects. Where none has (they were made outside
     of a scope, and no run has met them), the one strategy that is open."""
     # In comprehensions: a name that is left from a loop would keep a dropped strategy there.
@@ -173,7 +173,7 @@ def _there() -> list[StrategyLike]:
     return [one for one in context.strategies if not context.is_default(one)]
 
 
-def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
+def everyone_of(objects: Mapping[str, object]) -> Communicator | None:
     """What all processes talk by that have a strategy of these objects; without objects, the one strategy there is.
     None where there is no strategy, or this process is alone."""
     for strategy in strategies_of(objects):

@@ -146,9 +146,9 @@ def _sections(expected: FileCheck) -> Iterator[tuple[int, int]]:
         yield from ((entry.bytes, entry.crc32) for entry in expected.entries)
 
 
-def write_manifest(folder: Path, files: Mapping[str, FileCheck], written_by: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, files: Mapping[str, FileCheck], written_by: Mapping[str, object]) -> None:
     """``written_by``: plain data about the job, for people and for later. Raises `OSError`."""
-    content: dict[str, Any] = {
+    content: dict[str, object] = {
         "format": FORMAT,
         "torch": torch.__version__,
         "byteorder": sys.byteorder,
@@ -186,7 +186,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def _checksum(content: Mapping[str, Any]) -> int:
+def _checksum(content: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 

@@ -249,7 +249,7 @@ class OptimizerItem:
             for group in groups:
                 for name in set(group) - {"params"}:
                     del group[name]
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         for path, value in zip(paths, values, strict=False):
             if path[1] == OTHER_STATE:
                 self._optimizer.state.update(value)
@@ -263,7 +263,7 @@ class OptimizerItem:
             self._servers.push_options(self._optimizer)
 
     def _put(
-        self, paths: Sequence[KeyPath], places: Sequence[tuple[int, str]], values: Sequence[Any], replaced: set[int]
+        self, paths: Sequence[KeyPath], places: Sequence[tuple[int, str]], values: Sequence[object], replaced: set[int]
     ) -> None:
         """``replaced``: the numbers of the parameters whose state is to be that of ``places``."""
         packed = self._optimizer.state_dict()
@@ -317,7 +317,7 @@ def _shown(names: Sequence[str]) -> str:
     return f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''} ({len(names)})"
 
 
-def make_items(objects: Mapping[str, Any], servers: Servers | None) -> list[Item]:
+def make_items(objects: Mapping[str, object], servers: Servers | None) -> list[Item]:
     """Raises `InvalidArgumentError` for an object that has no state to save."""
     tensors: dict[str, TensorsItem] = {}
     for name, value in objects.items():

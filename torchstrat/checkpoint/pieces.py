@@ -133,7 +133,7 @@ def restructured(structure: Structure | None, value: object) -> Any:
 
 def unflatten(leaves: Mapping[KeyPath, Any], depth: int) -> Any:
     """The reverse of `flatten`; the first ``depth`` entries of all paths are left out."""
-    root: dict[Any, Any] = {}
+    root: dict[object, Any] = {}
     for path, value in leaves.items():
         if len(path) == depth:
             return value

@@ -213,7 +213,7 @@ class _Layout:
         if not isinstance(packed, Mapping) or not isinstance(packed.get("param_groups"), Sequence):
             raise InvalidArgumentError(f"{self._file}: {name} is no optimizer's state_dict; it has no param_groups.")
         names = item.parameter_names()
-        by_number: dict[Any, str] = {}
+        by_number: dict[object, str] = {}
         for number, group in enumerate(packed["param_groups"]):
             in_program = names[number] if number < len(names) else []
             in_file = list(group.get("params", ()))

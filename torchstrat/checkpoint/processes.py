@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -83,7 +83,7 @@ class Processes:
 
 
 @contextlib.contextmanager
-def all_processes(call: str, objects: Mapping[str, Any]) -> Iterator[Processes]:
+def all_processes(call: str, objects: Mapping[str, object]) -> Iterator[Processes]:
     """Those of the default process group, if there is one of more than one process.
 
     Where a strategy has the ``objects``, its processes first agree that all of them are in this ``call``.

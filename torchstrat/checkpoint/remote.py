@@ -126,7 +126,7 @@ connected: weakref.WeakSet[Servers] = weakref.WeakSet()
 """Of the open strategies of this process."""
 
 
-def servers_of(tensors: Iterable[Any]) -> Servers | None:
+def servers_of(tensors: Iterable[object]) -> Servers | None:
     """Those on which any of these live; None where all are in this process.
 
     Raises `InvalidArgumentError` where they live on servers of several strategies.

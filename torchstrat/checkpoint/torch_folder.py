@@ -136,7 +136,7 @@ class TorchFolder:
 
     def read(self, wanted: Sequence[tuple[Piece, int | None]]) -> list[Any]:
         """See `reading.read`. Files that have a checksum are compared with it before they are read."""
-        results: list[Any] = []
+        results: list[object] = []
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for number, (piece, rows) in enumerate(wanted):
             result, items = self._planned(number, piece, rows)
@@ -168,7 +168,7 @@ class TorchFolder:
         target = torch.empty(size, dtype=described.properties.dtype, device="cpu")
         return target, [dataclasses.replace(item, dest_index=_place(number)) for item in items]
 
-    def _read_item(self, reader: FileSystemReader, name: str, item: ReadItem, results: list[Any]) -> None:
+    def _read_item(self, reader: FileSystemReader, name: str, item: ReadItem, results: list[object]) -> None:
         try:
             reader.read_data(LoadPlan([item]), _Receiver(results)).wait()
         except Exception as error:  # whatever torch.load raises

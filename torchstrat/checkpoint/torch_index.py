@@ -26,7 +26,7 @@ from torchstrat.core import _torch_private
 def packed_metadata(files: Mapping[str, FileCheck]) -> bytes:
     """The content of its file ``.metadata``."""
     found: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
+    places: dict[MetadataIndex, object] = {}
     paths = {}
     for name, check in files.items():
         for offset, entry in check.by_offset():

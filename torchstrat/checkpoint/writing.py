@@ -318,7 +318,7 @@ class State:
             self.servers.end()
 
 
-def take(objects: Mapping[str, Any], servers: Servers | None, *, copies: bool) -> State:
+def take(objects: Mapping[str, object], servers: Servers | None, *, copies: bool) -> State:
     """The state of ``objects``, on servers as well, at one moment: no function is half-way, and none begins meanwhile.
 
     Args:
@@ -428,7 +428,7 @@ def _write_parts(
     return [part for parts, _ in every for part in parts], applied
 
 
-def _finish(target: Path, folder: Path, parts: Sequence[WrittenPart], applied: Mapping[str, Any]) -> None:
+def _finish(target: Path, folder: Path, parts: Sequence[WrittenPart], applied: Mapping[str, object]) -> None:
     try:
         for part in parts:
             for name, check in part.files.items():

@@ -69,10 +69,10 @@ class Communicator(Protocol):
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         """A few numbers of every rank, equally many, as float64, in rank order."""
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
         """Any picklable value of every rank, in rank order."""
 
-    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
         """Rank ``source``'s picklable value, on every rank."""
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:

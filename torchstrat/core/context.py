@@ -272,7 +272,7 @@ class ReplicaContext:
         self._require_current("all_reduce")
         return self._engine.all_reduce(op, value)
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: object, axis: int, options: object = None) -> Any:
         """Every replica's ``value`` (tensor or nest) joined along ``axis``, in replica order, on every replica.
 
         Sizes along ``axis`` may differ. The gradient sums the incoming gradients and hands each replica its own part.

@@ -135,7 +135,7 @@ class _Own:
         self.early: Any = None
 
 
-def _put_first(hooks: dict[int, Any], handle: Any) -> None:
+def _put_first(hooks: dict[int, object], handle: Any) -> None:
     """Have the hook of ``handle`` called before the others, some of which may have been there before it."""
     if handle is None or handle.id not in hooks or next(iter(hooks)) == handle.id:
         return
@@ -150,7 +150,7 @@ def is_watched(tensor: torch.Tensor) -> bool:
     return _has_users(hooks_on_gradient(tensor)) or _has_users(hooks_after_accumulation(tensor))
 
 
-def _has_users(hooks: dict[int, Any] | None) -> bool:
+def _has_users(hooks: dict[int, object] | None) -> bool:
     """Whether some are not a strategy's. Of another strategy over the same tensors, too: one that was dropped without
     `close` has its hooks until it is collected, which may be between two replicas' turns."""
     return hooks is not None and any(not isinstance(hook, GradientHook) for hook in hooks.values())
@@ -164,7 +164,7 @@ def _may_require_grad(tensor: torch.Tensor) -> bool:
 class GradientHook:
     """Copies of a tensor share its hooks' objects; a deep copy of the model must not deep-copy a strategy along."""
 
-    def __deepcopy__(self, memo: Any) -> GradientHook:
+    def __deepcopy__(self, memo: object) -> GradientHook:
         return self
 
 
@@ -341,8 +341,8 @@ def watch_registrations(watcher: Watcher) -> None:
     _watching.add(watcher)
 
 
-def _counting(register: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+def _counting(register: Callable[..., object]) -> Callable[..., Any]:
+    def counted(tensor: torch.Tensor, hook: Callable[..., object]) -> Any:
         global hooks_registered
         hooks_registered += 1
         return register(tensor, hook)
@@ -354,9 +354,9 @@ untold_hook, untold_post_accumulate_grad_hook = map(_counting, (register_hook, r
 """For hooks of a strategy's own."""
 
 
-def _telling(register: Callable[..., Any], counted: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(register: Callable[..., object], counted: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(register)
-    def told(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    def told(tensor: torch.Tensor, hook: Callable[..., object]) -> Any:
         watchers = [one for one in tuple(_watching) if one.knows(tensor)]
         for watcher in watchers:
             hook = _for_one(watcher, hook)
@@ -368,14 +368,14 @@ def _telling(register: Callable[..., Any], counted: Callable[..., Any]) -> Calla
     return told
 
 
-def _for_one(watcher: Watcher, hook: Callable[..., Any]) -> Callable[..., Any]:
+def _for_one(watcher: Watcher, hook: Callable[..., object]) -> Callable[..., Any]:
     replica = watcher.turn()
     if replica is None:
         return hook
     told = weakref.ref(watcher)
 
     @functools.wraps(hook, assigned=(), updated=())
-    def of_one(value: Any) -> Any:
+    def of_one(value: object) -> Any:
         of = told()
         now = None if of is None else of.turn()
         # Outside of runs what is there is the first replica's.

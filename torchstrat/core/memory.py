@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -196,7 +195,7 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     )
 
 
-def state_bytes_for(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> int:
+def state_bytes_for(optimizer: Optimizer, group: dict[str, object], like: torch.Tensor) -> int:
     """Of a parameter like ``like``, which may be a part of one, in ``group`` of ``optimizer``."""
     try:
         return sum(one.nbytes for one in _trial(optimizer, group, torch.empty_like(like, device="meta")))
@@ -207,7 +206,7 @@ def state_bytes_for(optimizer: Optimizer, group: dict[str, Any], like: torch.Ten
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
-def _scaled_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
+def _scaled_bytes(optimizer: Optimizer, group: dict[str, object], parameter: torch.Tensor) -> int:
     tiny = torch.zeros(_PRIMES[: parameter.dim()], dtype=parameter.dtype)
     real_size = dict(zip(_PRIMES, parameter.shape, strict=False))
     return sum(
@@ -216,19 +215,19 @@ def _scaled_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: torch.
     )
 
 
-def _trial(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> list[torch.Tensor]:
+def _trial(optimizer: Optimizer, group: dict[str, object], like: torch.Tensor) -> list[torch.Tensor]:
     """The state tensors that one step on a parameter like ``like`` makes; ``optimizer`` itself is untouched."""
     parameter = nn.Parameter(torch.zeros_like(like))
     parameter.grad = torch.ones_like(parameter)
     # The multi-tensor and fused kernels need storage; the state they make is the same.
-    settings: dict[str, Any] = dict.fromkeys((name for name in ("foreach", "fused") if name in group), False)
-    groups: list[dict[str, Any]] = [{**group, **settings, "params": [parameter]}]
+    settings: dict[str, object] = dict.fromkeys((name for name in ("foreach", "fused") if name in group), False)
+    groups: list[dict[str, object]] = [{**group, **settings, "params": [parameter]}]
     trial = stand_in_of(type(optimizer), vars(optimizer), groups)
     bare_step(trial)  # its own attribute may be a scheduler's, which steps the optimizer that it was made for
     return _state_tensors(trial.state[parameter])
 
 
-def _state_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+def _state_tensors(state: dict[str, object]) -> list[torch.Tensor]:
     return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 

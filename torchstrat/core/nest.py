@@ -72,7 +72,7 @@ def _filled_copy(like: Any, values: list[Nest]) -> Nest:
     kept = values_of(like)
     computed = _differ(values_of(like), kept)  # anew by each look: nobody can say whether a copy shares them
     for copied in (copy.copy, _copy_of_its_own):
-        made: Any = copied(like)
+        made: object = copied(like)
         _fill(made, keys, values)
         if computed or not _differ(values_of(like), kept):
             return made
@@ -90,7 +90,7 @@ def _made_of(like: Mapping[Any, Nest], values: list[Nest]) -> Nest:
     return made
 
 
-def _fill(container: Any, keys: list[Any] | None, values: list[Nest]) -> None:
+def _fill(container: Any, keys: list[object] | None, values: list[Nest]) -> None:
     """``keys``: of a mapping; None for a list, which may become shorter."""
     if keys is None:
         container[:] = values
@@ -112,7 +112,7 @@ def _copy_of_its_own(like: object) -> Any:
     return made
 
 
-def _rebuild_tuple(like: tuple[Any, ...], values: list[Nest]) -> Nest:
+def _rebuild_tuple(like: tuple[object, ...], values: list[Nest]) -> Nest:
     """As unpickling makes it: without its constructor, which may take anything, and with its attributes."""
     kind = type(like)
     try:
@@ -127,7 +127,7 @@ def _rebuild_tuple(like: tuple[Any, ...], values: list[Nest]) -> Nest:
     return made
 
 
-def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
+def map_structure(fn: Callable[..., object], first: Nest, *others: Nest) -> Nest:
     """Apply ``fn`` to the leaves of nests of equal structure, and return that structure."""
     if not is_nested(first):
         return fn(first, *others)
@@ -146,12 +146,12 @@ def flatten(value: Nest) -> list[Any]:
     """The same as a list."""
     if not is_nested(value):
         return [value]
-    found: list[Any] = []
+    found: list[object] = []
     _collect(value, found)
     return found
 
 
-def _collect(container: Nest, found: list[Any]) -> None:
+def _collect(container: Nest, found: list[object]) -> None:
     for child in values_of(container):
         if _is_container(type(child)):
             _collect(child, found)

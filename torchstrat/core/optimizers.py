@@ -120,7 +120,7 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 
 def stand_in_of(
-    kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: State | None = None
+    kind: type[Optimizer], attributes: Mapping[str, object], groups: list[dict[str, object]], state: State | None = None
 ) -> Optimizer:
     """``attributes``: of an optimizer of this ``kind``, as `vars` gives them. ``groups``, ``state``: in place of these
     two of its own; None: no state."""
@@ -185,7 +185,7 @@ def own_step(optimizer: Optimizer) -> Any:
     return None if is_of_class else types.MethodType(wrapped, optimizer)
 
 
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, object]) -> dict[str, Any]:
     """Of a parameter group, all but its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
@@ -207,7 +207,7 @@ def groups_with_wrapped(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Pla
 
 
 def keep_elements(
-    stood: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Callable[[], Iterable[Any]], holders: int | None = None
+    stood: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Callable[[], Iterable[object]], holders: int | None = None
 ) -> None:
     """After a step in which each parameter stood for its memory, that memory has the parameter's elements.
 
@@ -250,7 +250,7 @@ def keep_elements(
 
 def kept_by(optimizer: Optimizer) -> list[Any]:
     """Where an optimizer, and those that it wraps, keep what they know of parameters."""
-    found: list[Any] = []
+    found: list[object] = []
     for one in (optimizer, *wrapped_by(optimizer)):
         found += [value for name, value in vars(one).items() if name not in ("param_groups", "state")]
         found += one.state.values()
@@ -297,7 +297,7 @@ def be_idle(stand_in: Optimizer, result: object = None) -> Optimizer:
     return stand_in
 
 
-def _idling(step: Callable[..., Any]) -> Callable[..., Any]:
+def _idling(step: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(step)
     def idling(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
         found = vars(optimizer)
@@ -320,7 +320,7 @@ def bare_step(optimizer: Optimizer) -> None:
 
 def _without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
     step = kind.step
-    bare: Callable[..., Any] | None = _bare.get(step)
+    bare: Callable[..., object] | None = _bare.get(step)
     if bare is None:
         bare = inspect.unwrap(step, stop=lambda step: not hasattr(step, "hooked"))
         if bare is not step:  # it would keep itself
@@ -405,7 +405,7 @@ def _largest_whole(optimizer: Optimizer, block_bytes: int) -> int:
     return block_bytes * (_FEWEST_BLOCKS if type(optimizer) in _SHORT_STEPS else 1)
 
 
-def _has_few_kernels(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _has_few_kernels(optimizer: Optimizer, group: dict[str, object]) -> bool:
     """Whether its kernels take all parameters together, or there is but one or two, and little is read twice."""
     if group.get("fused") or group.get("foreach") or group.get("capturable"):
         return True
@@ -464,7 +464,7 @@ class _Blocks:
         for _ in self.leaves[1:]:  # a count of steps, say, which each block's step adds to
             yield value.clone() if isinstance(value, torch.Tensor) else value
 
-    def step_one_by_one(self, group: dict[str, Any], step: Callable[[Optimizer], None]) -> None:
+    def step_one_by_one(self, group: dict[str, object], step: Callable[[Optimizer], None]) -> None:
         """The first step, which makes the state: so that there is never all of it in blocks and once more as a whole,
         memory that the process would keep."""
         whole: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def class_of_pieces(kind: type) -> type:
         return kind  # it hears of operators itself
 
     def passed_on(
-        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
+        cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
     ) -> Any:
         return call_operator(func, args, kwargs)
 
@@ -78,7 +78,7 @@ def plain_kind(kind: type) -> Any:
     return getattr(kind, _PLAIN, kind)
 
 
-def call_operator(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def call_operator(func: Callable[..., object], args: Sequence[object], kwargs: Any) -> Any:
     """Reported like any function; below that, pieces are of no class of their own."""
     with DisableTorchDispatch():
         return func(*args, **(kwargs or {}))

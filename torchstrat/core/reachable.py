@@ -129,7 +129,7 @@ class Start:
         limit = _MAX_OBJECTS_AGAIN if again else _MAX_OBJECTS
         reached = Reached()
         seen: set[int] = set()
-        keep: list[Any] = []  # temporaries must outlive the walk, or another object could get their id
+        keep: list[object] = []  # temporaries must outlive the walk, or another object could get their id
         pending = collections.deque(self._objects)
         while pending and len(seen) < limit:
             value = pending.popleft()

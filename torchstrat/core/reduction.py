@@ -213,7 +213,7 @@ def sum_and_count(tensor: torch.Tensor, axis: int | tuple[int, ...], op: ReduceO
     return tensor.sum(dim=dims, dtype=dtype), math.prod(tensor.shape[dim] for dim in dims)
 
 
-def reduce_components(op: ReduceOp, components: Sequence[Any], axis: Axis) -> torch.Tensor:
+def reduce_components(op: ReduceOp, components: Sequence[object], axis: Axis) -> torch.Tensor:
     """`Strategy.reduce` on the components of all replicas. A mean over an axis divides by the total length, so partial
     batches weigh by their rows; with no rows at all it is nan."""
     tensors = [as_tensor(component, "reduce") for component in components]
@@ -234,7 +234,7 @@ def weighted_mean_of(value: object, num_replicas: int) -> Any:
     return reduce_plain(ReduceOp.MEAN, value, None, num_replicas)
 
 
-def weighted_mean(components: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+def weighted_mean(components: Sequence[object], weights: Sequence[float]) -> torch.Tensor:
     """Components of weight 0 are left out: of no rows they may be nan. Where all are of weight 0 they count alike."""
     tensors = [as_tensor(component, "reduce") for component in components]
     _check_alike(tensors, "reduce", shapes=True)

@@ -61,7 +61,7 @@ def short_tracebacks(public: _Class, *, but: tuple[str, ...] = ()) -> _Class:
     return public
 
 
-def shortening(function: Callable[..., Any]) -> Any:
+def shortening(function: Callable[..., object]) -> Any:
     """``function``, public, with exceptions that are shortened on their way out."""
 
     @functools.wraps(function)

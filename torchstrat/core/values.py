@@ -234,7 +234,7 @@ def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
     return nest.rebuild(structure, [select_replica(replica_id, child) for child in nest.values_of(structure)])
 
 
-def batches_among(leaves: Sequence[Any]) -> list[BatchInfo]:
+def batches_among(leaves: Sequence[object]) -> list[BatchInfo]:
     """How the batches in the arguments of a run were split, each way once; empty when no input pipeline made one.
 
     Without a batch, those count that earlier runs were given whose results are among the arguments.
@@ -277,7 +277,7 @@ def require_kwargs(kwargs: object) -> None:
         )
 
 
-def require_fitting_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def require_fitting_arguments(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
     """For a `TypeError` that ``fn(*args, **kwargs)`` has raised: if ``fn`` does not take these, say so in the caller's
     words."""
     error = misfit(fn, *args, **(kwargs or {}))
@@ -294,7 +294,7 @@ def require_fitting_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) ->
     raise WrongTypeError(message) from None
 
 
-def misfit(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> TypeError | None:
+def misfit(fn: Callable[..., object], /, *args: object, **kwargs: object) -> TypeError | None:
     """Why ``fn`` cannot be called with these; None if it can, or if nobody knows: a builtin may not say."""
     try:
         inspect.signature(fn).bind(*args, **kwargs)
@@ -320,7 +320,7 @@ class ValueContext:
 
 
 def distribute_values(
-    value_fn: Callable[[ValueContext], Any], num_replicas: int, local_replicas: tuple[int, ...], wrap: bool
+    value_fn: Callable[[ValueContext], object], num_replicas: int, local_replicas: tuple[int, ...], wrap: bool
 ) -> Any:
     """One call per local replica, in order. ``wrap``: always `PerReplica` leaves; else the one replica's bare value."""
     require_callable(value_fn, "distribute_values_from_function")

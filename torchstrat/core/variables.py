@@ -245,7 +245,7 @@ class VariableRegistry:
 
     # -- at each run ------------------------------------------------------------------------------------------------
 
-    def adopt(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> list[str]:
+    def adopt(self, fn: Callable[..., object], arguments: Iterable[object]) -> list[str]:
         """Record what a step reaches. Returns descriptions of the trainable state among it that no scope had seen."""
         self._grow()
         self._lone_before = self._lone.count
@@ -483,7 +483,7 @@ class VariableRegistry:
         for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
             ordered.count = max(ordered.count, count)
 
-    def let_go(self, values: Iterable[Any]) -> None:
+    def let_go(self, values: Iterable[object]) -> None:
         """Forget these, though the program has them still."""
         for value in values:
             if isinstance(value, nn.Module):

@@ -53,19 +53,19 @@ class CommonDraws:
         self._own.put({name: state for name, state in stand.items() if isinstance(name, str)})
 
     def _stand(self) -> dict[int | str, Any]:
-        stand: dict[int | str, Any] = dict(enumerate(self._process.stand()))
+        stand: dict[int | str, object] = dict(enumerate(self._process.stand()))
         stand.update(self._own.own_states())
         return stand
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     # NumPy's, where the second of a pair of numbers is waiting, has arrays in it.
     return number_of(one) == number_of(other) if isinstance(one, dict) and isinstance(other, dict) else one == other
 
 
-def _mark(state: Any) -> int:
+def _mark(state: object) -> int:
     if not isinstance(state, torch.Tensor):
         return number_of(state)
     generator = torch.Generator()  # a state of PyTorch's has bits that no draw sees

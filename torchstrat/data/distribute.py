@@ -253,7 +253,7 @@ def distribute_datasets_from_function(
     return hand_out_elements(strategy, layout, [make_source(dataset) for dataset in made], options)
 
 
-def _require_context(dataset_fn: Callable[[InputContext], Any]) -> None:
+def _require_context(dataset_fn: Callable[[InputContext], object]) -> None:
     if misfit(dataset_fn, None) is not None:
         raise WrongTypeError(
             "distribute_datasets_from_function calls its function with one positional argument, an InputContext, and "

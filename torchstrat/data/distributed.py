@@ -344,7 +344,7 @@ class DistributedIterator:
         ids = self._layout.local_replicas
         join = self._layout.join if self._fetches else None
 
-        def wrap(values: tuple[Any, ...]) -> DistributedValues[Any]:
+        def wrap(values: tuple[object, ...]) -> DistributedValues[Any]:
             first = values[0]
             if isinstance(first, torch.Tensor) and join is None:
                 return PerReplica(values, replica_ids=ids, batch_info=info)
@@ -386,7 +386,7 @@ def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:
     return step, ()
 
 
-def _zip(wrap: Callable[[tuple[Any, ...]], Any], components: tuple[nest.Nest, ...]) -> nest.Nest:
+def _zip(wrap: Callable[[tuple[Any, ...]], object], components: tuple[nest.Nest, ...]) -> nest.Nest:
     """The structure of one replica's batch, with ``wrap(the replicas' values)`` for every leaf.
 
     What the replicas do not have alike, such as lists of their own examples, is a leaf.

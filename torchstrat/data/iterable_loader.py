@@ -95,14 +95,14 @@ class Opened(IterableDataset[Any]):
         return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
 
 
-def read_by(dataset: Any) -> Any:
+def read_by(dataset: object) -> Any:
     """The user's data set in ours."""
     if isinstance(dataset, OwnFiles):
         return dataset.dataset
     return getattr(dataset.source, "data", dataset) if isinstance(dataset, Opened) else dataset
 
 
-def _counting_passes(dataset: Any) -> Any:
+def _counting_passes(dataset: object) -> Any:
     """What shuffles by the number of the pass, in its attribute ``passes``; None for a dataset that is not ours."""
     if isinstance(dataset, Opened):
         return dataset.source if hasattr(dataset.source, "passes") else None
@@ -155,7 +155,7 @@ class IterableLoader:
         with spec.undisturbed_randomness():
             return self._open_again(collate, resume)
 
-    def _open_new(self, collate: Callable[[list[Any]], Any]) -> Stream[Any]:
+    def _open_new(self, collate: Callable[[list[Any]], object]) -> Stream[Any]:
         states, passes = self._streams.states(), self._passes_of_dataset()
         if self._persistent:
             if self._started is None:
@@ -168,7 +168,7 @@ class IterableLoader:
         batches, seeds = self._opened(watched, collate)
         return self._counted(batches, first, states, passes, watched, seeds)
 
-    def _open_again(self, collate: Callable[[list[Any]], Any], resume: Resume) -> Stream[Any]:
+    def _open_again(self, collate: Callable[[list[Any]], object], resume: Resume) -> Stream[Any]:
         place, states, passes = resume.place, resume.beginning["streams"], resume.beginning["passes"]
         if self._stateful is not None and place.own is not None:
             self._stateful.load_state_dict(copy.deepcopy(place.own))
@@ -211,7 +211,7 @@ class IterableLoader:
         return ours or isinstance(self._dataset, OwnFiles)
 
     def _opened(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: Seeds | None = None
+        self, dataset: object, collate: Callable[[list[Any]], object], seeds: Seeds | None = None
     ) -> tuple[Iterator[Any], Seeds | None]:
         """``seeds``: of what is read in this process, if the pass has some already."""
         loader, pipeline = self._loader, self._pipeline
@@ -231,7 +231,7 @@ class IterableLoader:
         batches = iter(self._loader_of(dataset, collate, loader.generator))
         return Continuing(batches, OwnDraws(seeds, owned), 0, pipeline), seeds
 
-    def _opened_alike(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
+    def _opened_alike(self, dataset: object, collate: Callable[[list[Any]], object]) -> Iterator[Any]:
         """What draws from streams that are seeded as those of the other pipelines; the first one tells of it."""
         loader, name = self._loader, type(self._dataset).__qualname__
         if self._pipeline != 0 or isinstance(read_by(self._dataset), Pipeline):
@@ -262,7 +262,7 @@ class IterableLoader:
             data.seed_in_workers = None
 
     def _loader_of(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], generator: torch.Generator | None
+        self, dataset: object, collate: Callable[[list[Any]], object], generator: torch.Generator | None
     ) -> DataLoader[Any]:
         plain = collate is self._loader.collate_fn and generator is self._loader.generator
         if plain and dataset is None and not self._persistent:
@@ -274,9 +274,9 @@ class IterableLoader:
 
     def _counted(
         self,
-        batches: Iterator[Any],
+        batches: Iterator[object],
         first: Place,
-        states: dict[str, Any],
+        states: dict[str, object],
         passes: int,
         watched: _From | None,
         seeds: Seeds | None,
@@ -292,7 +292,7 @@ class IterableLoader:
 
         return _stream(batches, first, after, beginning, here=seeds is not None)
 
-    def _rows_after(self, place: Place, batch: Any) -> int | None:
+    def _rows_after(self, place: Place, batch: object) -> int | None:
         if self._by_turns or place.rows is None:
             return None
         # Elements, for a loader that groups them: a last batch that is smaller counts too many of what does not exist.
@@ -322,7 +322,7 @@ class IterableLoader:
         return found | ({"batch_size": self._loader.batch_size} if self._by_turns else {})
 
     def between(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"streams": self._streams.own_states(), "passes": self._passes_of_dataset()}
+        found: dict[str, object] = {"streams": self._streams.own_states(), "passes": self._passes_of_dataset()}
         if self._stateful is not None:
             found["own"] = own_state(self._stateful)
         if self._started is not None:
@@ -342,10 +342,10 @@ class IterableLoader:
 
 
 def _stream(
-    batches: Iterator[Any],
+    batches: Iterator[object],
     first: Place,
     after: Callable[..., Place],
-    beginning: Callable[[], dict[str, Any]],
+    beginning: Callable[[], dict[str, object]],
     here: bool = False,
 ) -> Stream[Any]:
     counting = _Counting(batches, first, after)

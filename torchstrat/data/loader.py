@@ -212,7 +212,7 @@ class LoaderSource(Source):
         """The user's loader, but for its order; kept where its workers are."""
         if self._inner is None or not self.exclusive:
             name = "batch_sampler" if self._auto_collated else "sampler"
-            batching: dict[str, Any] = {name: self._given} | ({} if self._auto_collated else {"batch_size": None})
+            batching: dict[str, object] = {name: self._given} | ({} if self._auto_collated else {"batch_size": None})
             self._inner = _like(self.loader, generator=generator, collate_fn=collate, **batching)
             self._inner.in_order = self.loader.in_order or self.pipeline is None
         self._inner.generator = generator

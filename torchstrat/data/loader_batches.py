@@ -52,7 +52,7 @@ class CollateAndSplit:
     def __post_init__(self) -> None:
         self._reading = CollateReading(self.collate)
 
-    def __call__(self, examples: list[Any]) -> SplitBatch:
+    def __call__(self, examples: list[object]) -> SplitBatch:
         if not isinstance(examples, list):
             return self._split_made(self.convert(self.collate(examples)))
         sizes = equal_chunks(len(examples), self.num_replicas)
@@ -80,7 +80,7 @@ class CollateAndSplit:
         except WrongTypeError:  # of a class that takes no other rows
             return None
 
-    def _collate_shares(self, whole: nest.Nest, sizes: tuple[int, ...], examples: list[Any]) -> list[nest.Nest]:
+    def _collate_shares(self, whole: nest.Nest, sizes: tuple[int, ...], examples: list[object]) -> list[nest.Nest]:
         stops = list(itertools.accumulate(sizes))
         shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
         with spec.undisturbed_randomness():  # the draws of a batch have been made
@@ -101,7 +101,7 @@ class CollateToCut:
         self._collate = collate
         self._reading = CollateReading(collate)
 
-    def __call__(self, examples: list[Any]) -> nest.Nest:
+    def __call__(self, examples: list[object]) -> nest.Nest:
         if not isinstance(examples, list):  # a batch already; see above
             return self._collate(examples)
         kept = copies(examples)

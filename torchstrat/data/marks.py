@@ -26,24 +26,24 @@ from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 _MISSING: Final = object()
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """Whether a batch may have its leaves in ``value``."""
     return nest.is_nested(value) or _is_dataclass(value)
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: object) -> bool:
     kind = type(value)
     return hasattr(kind, "__dataclass_fields__")
 
 
-def children(value: Any) -> list[Any]:
+def children(value: object) -> list[Any]:
     """What a container holds, in order; of a dataclass, what it is made of."""
     if nest.is_nested(value):
         return nest.values_of(value)
     return [getattr(value, name) for name in names(value)]
 
 
-def rebuild(like: Any, values: list[Any]) -> Any:
+def rebuild(like: object, values: list[object]) -> Any:
     """A container of the kind of ``like`` that holds ``values``.
 
     Raises:
@@ -52,12 +52,12 @@ def rebuild(like: Any, values: list[Any]) -> Any:
     return nest.rebuild(like, values) if nest.is_nested(like) else _rebuild_dataclass(like, values)
 
 
-def with_children(value: Any, held: Sequence[Any], made: list[Any]) -> Any:
+def with_children(value: Any, held: Sequence[object], made: list[object]) -> Any:
     """`rebuild`, or ``value`` itself where all that was ``made`` of what it ``held`` is the same."""
     return value if all(new is old for new, old in zip(made, held, strict=True)) else rebuild(value, made)
 
 
-def is_opaque(value: Any) -> bool:
+def is_opaque(value: object) -> bool:
     """Whether a container's parts belong together, so that they are neither cut nor emptied one by one."""
     return isinstance(value, PackedSequence)
 
@@ -67,7 +67,7 @@ def names(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value) if field.init]
 
 
-def _rebuild_dataclass(like: Any, values: list[Any]) -> Any:
+def _rebuild_dataclass(like: Any, values: list[object]) -> Any:
     """By `dataclasses.replace`, so that what ``__post_init__`` computes is that of the new values."""
     given = dict(zip(names(like), values, strict=True))
     try:
@@ -85,7 +85,7 @@ def _rebuild_dataclass(like: Any, values: list[Any]) -> Any:
     return made
 
 
-def _carry_over(like: Any, made: Any, given: dict[str, Any]) -> None:
+def _carry_over(like: Any, made: object, given: dict[str, object]) -> None:
     """Attributes that were set from outside come along; what follows from the fields has been computed anew."""
     others = {field.name for field in dataclasses.fields(like)} | set(getattr(like, "__dict__", ()))
     others -= set(given)
@@ -101,7 +101,7 @@ def _carry_over(like: Any, made: Any, given: dict[str, Any]) -> None:
         object.__setattr__(made, name, value)
 
 
-def _is_equal(first: Any, second: Any) -> bool:
+def _is_equal(first: object, second: object) -> bool:
     if first is second:
         return True
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
@@ -171,7 +171,7 @@ def same(value: nest.Nest) -> nest.Nest:
     return nest.map_structure(lambda leaf: Same(_unmarked(leaf, "same")), value)
 
 
-def examples(value: Sequence[Any]) -> Examples:
+def examples(value: Sequence[object]) -> Examples:
     """Mark a list as one that has an entry for each example: images of different sizes, targets of detection.
 
     For the batches of `Strategy.distribute_dataset`: each replica gets a list of its own rows' entries, which may be
@@ -210,7 +210,7 @@ def axis(value: nest.Nest, dim: int) -> nest.Nest:
         InvalidArgumentError: a tensor without this dimension.
     """
 
-    def mark(leaf: Any) -> Along:
+    def mark(leaf: object) -> Along:
         leaf = _unmarked(leaf, "axis")
         if not isinstance(leaf, torch.Tensor | np.ndarray):
             raise WrongTypeError(f"ts.data.axis needs tensors or arrays; got {leaf!r:.60}, a {type(leaf).__name__}.")
@@ -254,7 +254,7 @@ def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
     return with_children(part, ours, [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)])
 
 
-def _unmarked(leaf: Any, mark: str) -> Any:
+def _unmarked(leaf: object, mark: str) -> Any:
     if isinstance(leaf, Marked):
         raise WrongTypeError(
             f"ts.data.{mark} got a value that is marked already, as {type(leaf).__name__}: mark it once."

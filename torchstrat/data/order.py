@@ -48,7 +48,7 @@ Index = Any
 _CHUNK = 4096
 
 
-def stateful_part(sampler: Any) -> Any:
+def stateful_part(sampler: object) -> Any:
     """The sampler, or the one that torch's `BatchSampler` groups, if it can say and set where it stands; else None."""
     candidates = (sampler, sampler.sampler) if type(sampler) is BatchSampler else (sampler,)
     for one in candidates:
@@ -481,7 +481,7 @@ class IndexOrder:
 
     def _from_rank_zero(self, draw: Callable[[], list[Index]]) -> list[Index]:
         """What ``draw`` gives there."""
-        sent: tuple[Any, ...] = ()
+        sent: tuple[object, ...] = ()
         failure: BaseException | None = None
         if self._communicator.rank == 0:
             try:
@@ -514,12 +514,12 @@ class IndexOrder:
             generator.set_state(before)  # this rank's default stream is its own: seeded differently, left alone
         return batches
 
-    def _fingerprint(self, sampler: Any) -> object:
+    def _fingerprint(self, sampler: object) -> object:
         """Equal on ranks whose samplers draw alike from the same stream; None where that cannot be known."""
         own = self._own
         if own is None:
             return None
-        numbers: list[Any] = []
+        numbers: list[object] = []
         if isinstance(own, WeightedRandomSampler):
             numbers = own.weights.tolist()
         elif isinstance(own, SubsetRandomSampler):
@@ -530,7 +530,7 @@ class IndexOrder:
         return (type(own).__name__, seeded, str(settings), zlib.crc32(repr(numbers).encode()))
 
 
-def _own_sampler(sampler: Any) -> Any:
+def _own_sampler(sampler: object) -> Any:
     """The sampler inside, if it is one of torch's own, alone or in torch's own `BatchSampler`; else None."""
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

@@ -126,7 +126,7 @@ class ProcessStreams:
     def stand(self) -> tuple[torch.Tensor, Any, Any]:
         return state_of(), self._python.state(), self.numpy.state()
 
-    def put(self, stand: tuple[torch.Tensor, Any, Any]) -> None:
+    def put(self, stand: tuple[torch.Tensor, Any, object]) -> None:
         torch.default_generator.set_state(stand[0])
         self._python.put(stand[1])
         self.numpy.put(stand[2])
@@ -260,7 +260,7 @@ def tell_of_common_draws(name: str) -> None:
     )
 
 
-def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[Any]) -> Seeds:
+def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[object]) -> Seeds:
     """Decided by where the process's streams and those of the data set stand, which stay there.
 
     ``generator``: what a loader draws from once for every pass, so that every pass has other seeds.
@@ -282,14 +282,14 @@ def draws_without_loader(dataset: object, beginning: Mapping[str, Any] | None) -
     return OwnDraws(seeds, owned), seeds
 
 
-def leave_for_next_pass(owned: Sequence[Any]) -> None:
+def leave_for_next_pass(owned: Sequence[object]) -> None:
     """Move the data set's generators, which the pass leaves where they are: the next one has other seeds."""
     for generator in owned:
         _next_of(generator)
 
 
 @contextlib.contextmanager
-def apart(owned: Sequence[Any], rank: int) -> Iterator[None]:
+def apart(owned: Sequence[object], rank: int) -> Iterator[None]:
     """Around the start of loader processes that take copies of the data set's generators: those of the first rank as
     they stand, so as in plain PyTorch, and of every other rank others."""
     if not rank:
@@ -304,7 +304,7 @@ def apart(owned: Sequence[Any], rank: int) -> Iterator[None]:
         streams.put(states)
 
 
-def seed_apart(owned: Sequence[Any], rank: int) -> None:
+def seed_apart(owned: Sequence[object], rank: int) -> None:
     """Put generators that stand where those of other ranks do where no other rank's stand."""
     for position, generator in enumerate(owned):
         _seed(generator, stream_seed(_next_of(generator), rank, position))
@@ -315,7 +315,7 @@ def stream_seed(seed: int, *path: int) -> int:
     return stream_seeds(seed, *path)[0]
 
 
-def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
+def generators_of_data(dataset: object, collate: Any) -> list[Any]:
     """Generators of torch, NumPy and Python that reading a row or collating a batch can reach."""
     parts = parts_of(dataset)
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values() if callable(one)]

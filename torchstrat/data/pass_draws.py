@@ -98,7 +98,7 @@ def draw_for_workers(loader: DataLoader[Any]) -> None:
 
 
 def beginning_with(
-    of_order: Callable[[], dict[str, Any]], owned: Sequence[Any], seeds: Seeds | None = None
+    of_order: Callable[[], dict[str, object]], owned: Sequence[object], seeds: Seeds | None = None
 ) -> Callable[[], dict[str, Any]]:
     """What it takes to draw the order again, and what the data set draws. It outlives the loader's workers."""
     data = RandomStreams((), owned)

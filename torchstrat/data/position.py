@@ -104,8 +104,8 @@ class Terms:
         return saved
 
     def _require_same(self, saved: Saved) -> None:
-        here: dict[str, Any] = {"reading": self.reads}
-        there: dict[str, Any] = {"reading": saved.reads}
+        here: dict[str, object] = {"reading": self.reads}
+        there: dict[str, object] = {"reading": saved.reads}
         if self.reads == saved.reads:
             for number, settings in self.settings.items():
                 here |= settings
@@ -155,7 +155,7 @@ class Saved:
     def of(cls, state: Mapping[str, Any]) -> Saved:
         found: dict[int, Resume] = {}
         settings: dict[int, Mapping[str, Any]] = {}
-        between: dict[int, Mapping[str, Any]] = {}
+        between: dict[int, Mapping[str, object]] = {}
         for number, stream in state["streams"].items():
             if state["under_way"]:
                 found[int(number)] = Resume(Place(**stream["place"]), stream["beginning"])
@@ -175,7 +175,7 @@ class Saved:
         )
 
 
-def stream_state(place: Place, beginning: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def stream_state(place: Place, beginning: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, Any]:
     """One stream's part of the state of a pass under way."""
     return {"place": place._asdict(), "beginning": dict(beginning), "settings": dict(settings)}
 
@@ -356,7 +356,7 @@ class Progress:
 def state_of(
     progress: Progress | None,
     terms: Terms,
-    between: Callable[[], Mapping[int, Mapping[str, Any]]],
+    between: Callable[[], Mapping[int, Mapping[str, object]]],
     peers: Communicator | None,
 ) -> dict[str, Any]:
     """What `Terms.check` takes. With ``peers``, every process calls it, and all return the same.
@@ -369,7 +369,7 @@ def state_of(
     """
     current = None if progress is None or progress.ended else progress
     failure: Exception | None = None
-    streams: Mapping[str, Any] = {}
+    streams: Mapping[str, object] = {}
     try:
         if terms.pipelines > 1 or peers is None or peers.rank == 0:
             if current is None:
@@ -395,7 +395,7 @@ def state_of(
 
 
 def _gathered(
-    peers: Communicator, streams: Mapping[str, Any], steps: int, failure: Exception | None
+    peers: Communicator, streams: Mapping[str, object], steps: int, failure: Exception | None
 ) -> Mapping[str, Any]:
     """The streams of all processes."""
     told = None if failure is None else f"{type(failure).__name__}: {failure}"

@@ -47,7 +47,7 @@ class _Background:
         )
         self._thread.start()
 
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+    def submit(self, job: Callable[[], object]) -> Future[Any]:
         future: Future[Any] = Future()
         self._jobs.put((future, job))
         return future
@@ -145,11 +145,11 @@ class Prefetcher(Generic[T]):
             self._finalizer()
 
 
-def _pull(source: Iterator[Any] | None) -> Any:
+def _pull(source: Iterator[object] | None) -> Any:
     return _END if source is None else next(source, _END)
 
 
-def _pull_and_place(source: Iterator[Any], place: Callable[[Any], Any]) -> Any:
+def _pull_and_place(source: Iterator[object], place: Callable[[Any], object]) -> Any:
     element = _pull(source)
     return element if element is _END else place(element)
 
@@ -224,7 +224,7 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
     return rows.map_leaves(move, batch)
 
 
-def _is_dense(leaf: Any) -> bool:
+def _is_dense(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 

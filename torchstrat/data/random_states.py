@@ -62,7 +62,7 @@ class RandomStreams:
 
 def generators_in(*owners: object) -> list[Any]:
     """The generators that are attributes of these objects, each once. A `DataLoader`'s are also its samplers'."""
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     for owner in _with_samplers(owners):
         for value in getattr(owner, "__dict__", {}).values():
             if isinstance(value, GENERATOR_TYPES):
@@ -70,7 +70,7 @@ def generators_in(*owners: object) -> list[Any]:
     return list(found.values())
 
 
-def _with_samplers(owners: Sequence[Any]) -> Iterator[Any]:
+def _with_samplers(owners: Sequence[object]) -> Iterator[Any]:
     seen: set[int] = set()
     waiting = list(owners)
     while waiting:

@@ -41,7 +41,7 @@ class CollateReading:
         self.is_torchs = collate is default_collate
         """Rows are along dim 0 of whatever torch's own makes."""
 
-    def marked(self, whole: nest.Nest, examples: list[Any]) -> nest.Nest | None:
+    def marked(self, whole: nest.Nest, examples: list[object]) -> nest.Nest | None:
         """``whole``, which was made of the ``examples``, with marks where rows are elsewhere than along dim 0.
 
         None: it has not one row for each example, and is not to be cut.
@@ -58,7 +58,7 @@ class CollateReading:
         except (TypeError, ValueError):  # leaves without rows, or a class that takes no marks
             return None
 
-    def _find(self, whole: nest.Nest, examples: list[Any]) -> Dims | None:
+    def _find(self, whole: nest.Nest, examples: list[object]) -> Dims | None:
         count = len(examples)
         dims = _candidates(whole, count)
         few = min(2, count - 1)
@@ -77,7 +77,7 @@ class CollateReading:
         return None if dims is None else _chosen(dims, count)
 
 
-def copies(examples: list[Any]) -> list[Any]:
+def copies(examples: list[object]) -> list[Any]:
     """Examples to collate once more: some collate functions take entries out of them."""
     return [_copy(example) for example in examples] if type(next(iter(examples), None)) in (dict, list) else examples
 

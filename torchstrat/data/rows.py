@@ -42,7 +42,7 @@ def to_tensors(batch: nest.Nest) -> nest.Nest:
     return map_leaves(_to_tensor, batch)
 
 
-def map_leaves(fn: Callable[[Leaf], Any], value: nest.Nest) -> nest.Nest:
+def map_leaves(fn: Callable[[Leaf], object], value: nest.Nest) -> nest.Nest:
     """`nest.map_structure` for batches: columns are leaves, and containers in which nothing changed stay the same.
 
     What has no rows (a packed sequence, an object of a foreign class) is given to ``fn`` whole; marks stay.
@@ -96,7 +96,7 @@ def is_row_list(value: Any) -> bool:
     )
 
 
-def map_rows(fn: Callable[[Leaf], Any], batch: nest.Nest) -> nest.Nest:
+def map_rows(fn: Callable[[Leaf], object], batch: nest.Nest) -> nest.Nest:
     """Apply ``fn`` to every leaf that has rows, and keep the structure, each None and what is marked as the same.
 
     Raises:

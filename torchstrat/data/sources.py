@@ -43,7 +43,7 @@ class FileSource(Protocol):
         """The elements in these of the files, in order."""
 
 
-def reads_files(dataset: Any) -> bool:
+def reads_files(dataset: object) -> bool:
     """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated."""
     return hasattr(dataset, "files") and callable(getattr(dataset, "open", None))
 
@@ -101,7 +101,7 @@ class Source(ABC):
         """Between two passes: what the next one depends on besides the process's shared random streams."""
         return {}
 
-    def settle(self, between: Mapping[str, Any]) -> None:  # noqa: B027 - most sources have nothing of their own
+    def settle(self, between: Mapping[str, object]) -> None:  # noqa: B027 - most sources have nothing of their own
         """Take over what `between` said in the run that was saved."""
 
     @abstractmethod
@@ -220,7 +220,7 @@ class PipelineSource(Source):
             return skip_extra(batches if by_batches else skip(batches, place), place)
 
     def settings(self) -> dict[str, Any]:
-        root: Any = self.data
+        root: object = self.data
         while hasattr(root, "source"):
             root = root.source
         return {"dataset": type(root).__name__} | ({"its rows": len(root)} if hasattr(root, "__len__") else {})
@@ -397,7 +397,7 @@ class MapSource(Source):
         counted = Sequentially(skip_extra(batches, place), place)
         return Stream(counted, counted.stand, lambda: {"draws": seeds, "passes": passes}, here=seeds is not None)
 
-    def _reading(self, passes: int, beginning: Mapping[str, Any]) -> tuple[Callable[[int], nest.Nest], Seeds | None]:
+    def _reading(self, passes: int, beginning: Mapping[str, object]) -> tuple[Callable[[int], nest.Nest], Seeds | None]:
         """What reads a batch; with the seeds of what is drawn for this pipeline, if that is so."""
         pipeline = self.pipeline
         if pipeline is None:
@@ -500,7 +500,7 @@ def set_loader_source(kind: Callable[[Any], Source]) -> None:
     _of_loader = kind
 
 
-def make_source(dataset: Any) -> Source:
+def make_source(dataset: object) -> Source:
     """The source of whatever may be given as a dataset.
 
     Raises:
@@ -546,7 +546,7 @@ def files_of_worker(files: Sequence[PathLike], worker: int, workers: int) -> tup
     return tuple(files[worker::workers])
 
 
-def refuse_distributed(dataset: Any) -> None:
+def refuse_distributed(dataset: object) -> None:
     """A dataset that is distributed already cannot be distributed again."""
     from torchstrat.data.distributed import DistributedDataset, DistributedIterator
 
@@ -568,7 +568,7 @@ def _holds_arrays(batch: Any) -> bool:
     )
 
 
-def _only_arrays(value: Any) -> bool:
+def _only_arrays(value: object) -> bool:
     leaves = nest.flatten(value)
     return bool(leaves) and all(rows.is_array(leaf) for leaf in leaves)
 
@@ -578,7 +578,7 @@ def _widest(first: spec.TensorSpec, *others: spec.TensorSpec) -> spec.TensorSpec
     return spec.TensorSpec(tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), first.dtype)
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

@@ -113,7 +113,7 @@ class CallableSource(Source):
 def make_input_fn_iterator(
     strategy: StrategyLike,
     layout: InputLayout,
-    input_fn: Callable[[InputContext], Any],
+    input_fn: Callable[[InputContext], object],
     replication_mode: InputReplicationMode | str,
 ) -> InputIterator:
     """An iterator over whole elements, one per replica and step, of what ``input_fn`` makes in this process.
@@ -179,7 +179,7 @@ def _stack_lists(value: nest.Nest) -> nest.Nest:
     return value
 
 
-def _stacked(items: list[Any] | tuple[Any, ...]) -> Any:
+def _stacked(items: list[object] | tuple[object, ...]) -> Any:
     arrays = [_stacked(item) if isinstance(item, list | tuple) else item for item in items]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     if len(set(shapes)) != 1:

@@ -46,7 +46,7 @@ class SeedsApart:
     def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
         return {"worker_init_fn": functools.partial(self._begin, loader.worker_init_fn, loader.collate_fn)}
 
-    def _begin(self, init: WorkerInit, collate: Any, worker: int) -> None:
+    def _begin(self, init: WorkerInit, collate: object, worker: int) -> None:
         """In a worker, before it looks at its data set."""
         info: Any = get_worker_info()
         if isinstance(info.dataset, Pipeline):  # what is sharded after a shuffle needs one order in all pipelines
@@ -81,7 +81,7 @@ class Watch:
         self._stood: int | None = None
         self._left = 2
 
-    def settings(self, loader: DataLoader[Any], collate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    def settings(self, loader: DataLoader[Any], collate: Callable[[Any], object] | None = None) -> dict[str, Any]:
         """``collate``: if it is to be another one than the loader's."""
         return {
             "worker_init_fn": functools.partial(self._begin, loader.worker_init_fn),
@@ -98,7 +98,7 @@ class Watch:
         dataset, kind = info.dataset, type(info.dataset)
         opened = kind.__iter__
 
-        def followed(asked: Any) -> Any:
+        def followed(asked: object) -> Any:
             elements = opened(asked)
             return _First(elements, self._begun) if asked is dataset else elements
 
@@ -110,7 +110,7 @@ class Watch:
         if self._left:
             self._stood = process_stands()
 
-    def _collated(self, collate: Callable[[Any], Any], examples: Any) -> Any:
+    def _collated(self, collate: Callable[[Any], object], examples: object) -> Any:
         batch = collate(examples)
         if self._left and self._stood is not None:
             self._left -= 1
@@ -195,7 +195,7 @@ def _care_of(loader: DataLoader[Any], pipeline: int) -> SeedsApart | Watch | Non
 
 
 @contextlib.contextmanager
-def _set(loader: DataLoader[Any], settings: dict[str, Any]) -> Iterator[None]:
+def _set(loader: DataLoader[Any], settings: dict[str, object]) -> Iterator[None]:
     given = {name: getattr(loader, name) for name in settings}
     for name, value in settings.items():
         setattr(loader, name, value)
@@ -206,7 +206,7 @@ def _set(loader: DataLoader[Any], settings: dict[str, Any]) -> Iterator[None]:
             setattr(loader, name, value)
 
 
-def loaders_in(iterable: Any) -> list[DataLoader[Any]]:
+def loaders_in(iterable: object) -> list[DataLoader[Any]]:
     """The loaders with workers that it is, or has in attributes."""
     found = [iterable] if isinstance(iterable, DataLoader) else getattr(iterable, "__dict__", {}).values()
     return [one for one in found if isinstance(one, DataLoader) and one.num_workers]

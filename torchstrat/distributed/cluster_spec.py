@@ -126,7 +126,7 @@ def _dense(tasks: Mapping[int, str]) -> bool:
 
 
 def is_chief(
-    cluster_spec: ClusterSpec | Mapping[str, Any], task_type: str | None = None, task_id: int | None = None
+    cluster_spec: ClusterSpec | Mapping[str, object], task_type: str | None = None, task_id: int | None = None
 ) -> bool:
     """Whether this task saves checkpoints and prints: the chief, an evaluator, or worker 0 where there is no chief.
 
@@ -139,7 +139,7 @@ def is_chief(
     return task_type == WORKER and task_id == 0 and CHIEF not in spec.jobs
 
 
-def id_in_cluster(cluster_spec: ClusterSpec | Mapping[str, Any], task_type: str | None, task_id: int | None) -> int:
+def id_in_cluster(cluster_spec: ClusterSpec | Mapping[str, object], task_type: str | None, task_id: int | None) -> int:
     """This task's place among those that compute together: the chief is 0, workers follow; evaluators count apart.
 
     Raises:
@@ -156,7 +156,7 @@ def id_in_cluster(cluster_spec: ClusterSpec | Mapping[str, Any], task_type: str 
     raise ClusterConfigError(f"{_called(task_type, task_id)} has no place among the tasks that compute together.")
 
 
-def worker_count(cluster_spec: ClusterSpec | Mapping[str, Any], task_type: str | None) -> int:
+def worker_count(cluster_spec: ClusterSpec | Mapping[str, object], task_type: str | None) -> int:
     """How many tasks compute together with this one: chief and workers, or, for an evaluator, the evaluators.
 
     Raises:
@@ -183,7 +183,7 @@ def _called(task_type: str | None, task_id: int | None) -> str:
 
 
 def _validated(
-    cluster_spec: ClusterSpec | Mapping[str, Any], task_type: str | None, task_id: int | None
+    cluster_spec: ClusterSpec | Mapping[str, object], task_type: str | None, task_id: int | None
 ) -> ClusterSpec:
     spec = ClusterSpec(cluster_spec)
     foreign = [job for job in (*spec.jobs, task_type) if job is not None and job not in ROLES]

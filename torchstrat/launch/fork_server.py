@@ -230,7 +230,7 @@ class _Server:
     def _ended(self) -> None:
         self.has_ended = True
 
-    def _ask(self, question: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    def _ask(self, question: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
             send(self._connection, question, descriptors)
             received = receive(self._connection)
@@ -240,7 +240,7 @@ class _Server:
         return answer
 
 
-def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
     """What JSON can say, and up to two open files."""
     body = json.dumps(message).encode()
     socket.send_fds(connection, [_LENGTH.pack(len(body))], list(descriptors))

@@ -131,7 +131,7 @@ def grow_rows(
     table: nn.Embedding | nn.EmbeddingBag | torch.Tensor,
     rows: int,
     *,
-    init: Callable[[torch.Tensor], Any] | None = None,
+    init: Callable[[torch.Tensor], object] | None = None,
 ) -> None:
     """Give an embedding table on parameter servers more rows, while it is trained. Called on the coordinator::
 

@@ -488,7 +488,7 @@ class Job:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
         modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
-        modes: dict[Any, Any] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
+        modes: dict[object, object] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
         modes |= self._step_hooks.changed(self.catalog, self.optimizers())
         modes |= {token: module.training for token, module in modules}
         optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]

@@ -191,7 +191,7 @@ def process_start() -> float:
 
 def read_plan(folder: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads((folder / PLAN_FILE).read_text())
+        content: dict[str, object] = json.loads((folder / PLAN_FILE).read_text())
     except FileNotFoundError:
         return {}
     return content

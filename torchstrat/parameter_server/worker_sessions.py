@@ -105,7 +105,7 @@ class KnownWorker:
         functions: tuple[int, ...],
         *,
         rested: bool,
-        increments: tuple[Any, ...],
+        increments: tuple[object, ...],
         resources: Any,
         servers: Mapping[int, Peer],
         is_shared: bool,
@@ -328,7 +328,7 @@ class WorkerCalls:
                 self._job.server_gone(peer, outcome, then=partial(self._failed_without_server, peer, function, outcome))
             else:
                 events.append(Failed(*_names(peer), function, unpack_exception(outcome, self._unpack)))
-        results: Sequence[Any] = report.results
+        results: Sequence[object] = report.results
         if Packed in map(type, results):
             results, faults = self._unpacked(report)
             events += [Failed(*_names(peer), *fault) for fault in faults.items()]
@@ -342,7 +342,7 @@ class WorkerCalls:
 
     def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
         """The results, and the errors of those that cannot be opened."""
-        results: list[Any] = []
+        results: list[object] = []
         faults: dict[int, BaseException] = {}
         for function, result in zip(report.finished, report.results, strict=True):
             try:
@@ -420,17 +420,17 @@ def _needs(value: object) -> Iterator[Any]:
         yield getattr(value, "optimizer", None)
 
 
-def _is_needed(values: Iterable[Any], going: Mapping[int, Any]) -> bool:
+def _is_needed(values: Iterable[object], going: Mapping[int, object]) -> bool:
     return any(id(need) in going for value in values for need in _needs(value))
 
 
-def _functions(works: Mapping[int, Work], going: Mapping[int, Any]) -> Iterator[str]:
+def _functions(works: Mapping[int, Work], going: Mapping[int, object]) -> Iterator[str]:
     for number, work in works.items():
         if _is_needed((*work.packed_code.alive, *work.arguments.alive), going):
             yield f"function {number} ({work.value._name}), which has not ended"
 
 
-def _others(job: Job, registry: VariableRegistry, going: Mapping[int, Any]) -> Iterator[str]:
+def _others(job: Job, registry: VariableRegistry, going: Mapping[int, object]) -> Iterator[str]:
     for value in (*registry.modules(), *registry.helpers(), *job.catalog.registered()):
         builder = value._resource.builder if isinstance(value, PerWorkerValues) else None
         if id(value) not in going and _is_needed((value, *getattr(builder, "alive", ())), going):

@@ -107,7 +107,7 @@ def _has_equal_shares(one: BatchInfo, other: BatchInfo) -> bool:
     return all(mine * theirs == its * ours for mine, its in zip(one.rows, other.rows, strict=True))
 
 
-def regroup(results: dict[int, Any], weights: Weights | None = None, *, is_all: bool = True) -> Any:
+def regroup(results: dict[int, object], weights: Weights | None = None, *, is_all: bool = True) -> Any:
     """What the replicas returned, as one value: the object itself where all returned the very same one, else leaves of
     `PerReplica` in the structure of the first replica's result, which the others' must match.
 

@@ -19,7 +19,7 @@ from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 _LARGE_BYTES = 1 << 20  # above this, adding up on the way beats collecting all components
 
 
-def gather_components(communicator: Communicator, local: list[Any], axis: int) -> Any:
+def gather_components(communicator: Communicator, local: list[object], axis: int) -> Any:
     """`Strategy.gather` over all ranks' components (a rank may bring none)."""
     call = f"gather(axis={axis})"
     own = prepare(
@@ -42,9 +42,9 @@ class Prepared(NamedTuple):
 def prepare(
     communicator: Communicator,
     call: str,
-    local: list[Any],
+    local: list[object],
     make: Callable[[list[Any]], list[Any]],
-    in_one_process: Callable[[list[Any]], Any],
+    in_one_process: Callable[[list[Any]], object],
     kind: Callable[[list[Any]], str] = lambda part: "",
 ) -> Prepared:
     """Get this rank's part ready, ``make(local)``, and meet the others. Where that fails on some ranks, all of them
@@ -72,7 +72,7 @@ _EXACT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64,
 _EXACT |= {torch.int8, torch.int16, torch.int32}
 
 
-def _small_kind(part: list[Any]) -> str:
+def _small_kind(part: list[object]) -> str:
     """Of a part that is one tensor of so few elements that it goes into the numbers of a meeting; "" for others."""
     if len(part) != 1 or not isinstance(part[0], torch.Tensor):
         return ""
@@ -86,8 +86,8 @@ def _small_kind(part: list[Any]) -> str:
 def _raise_everywhere(
     communicator: Communicator,
     call: str,
-    local: list[Any],
-    in_one_process: Callable[[list[Any]], Any],
+    local: list[object],
+    in_one_process: Callable[[list[Any]], object],
     failure: Exception | None,
 ) -> None:
     try:
@@ -104,7 +104,7 @@ def _raise_everywhere(
     raise InvalidArgumentError(f"{call} failed on replica {rank}: {text}")
 
 
-def _require_picklable(values: list[Any]) -> list[Any]:
+def _require_picklable(values: list[object]) -> list[Any]:
     for value in values:
         if not isinstance(value, torch.Tensor):
             pickle.dumps(value)
@@ -177,14 +177,14 @@ def _meta(value: object) -> Any:
     return None
 
 
-def reduce_values(communicator: Communicator, op: ReduceOp, local: list[Any], axis: Axis) -> Any:
+def reduce_values(communicator: Communicator, op: ReduceOp, local: list[object], axis: Axis) -> Any:
     """`Strategy.reduce` over all ranks' components."""
     call = f"reduce({op.value.lower()}, axis={axis})"
     if axis is None:
         return _reduce_elementwise(communicator, op, local, call)
 
     # Each rank reduces its own part first; only shares and counts travel.
-    def share(values: list[Any]) -> list[Any]:
+    def share(values: list[object]) -> list[Any]:
         return [reduction.sum_and_count(reduction.as_tensor(value, "reduce"), axis, op) for value in values]
 
     pairs = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis)).part
@@ -194,11 +194,11 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[Any], ax
     return total / sum(int(count) for count in counts) if op is ReduceOp.MEAN else total
 
 
-def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[Any], call: str) -> Any:
-    def convert(values: list[Any]) -> list[Any]:
+def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[object], call: str) -> Any:
+    def convert(values: list[object]) -> list[Any]:
         return [reduction.as_tensor(value, "reduce") for value in values]
 
-    def in_one_process(components: list[Any]) -> Any:
+    def in_one_process(components: list[object]) -> Any:
         return reduction.reduce_components(op, components, None)
 
     tensors, is_alike, components = prepare(communicator, call, local, convert, in_one_process, _kind_if_large)
@@ -218,15 +218,15 @@ def _kind_if_large(tensors: list[Any]) -> str:
     return "" if tensor.dtype == torch.bool else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-def weighted_mean(communicator: Communicator, local: list[Any], weights: list[float | None]) -> torch.Tensor:
+def weighted_mean(communicator: Communicator, local: list[object], weights: list[float | None]) -> torch.Tensor:
     """`Strategy.reduce` by weights, which only the ranks themselves know."""
     call = "reduce(mean, weighted=True)"
 
-    def convert(values: list[Any]) -> list[Any]:
+    def convert(values: list[object]) -> list[Any]:
         reduction.require_known(weights)
         return [reduction.as_tensor(value, "reduce") for value in values]
 
-    def in_one_process(components: list[Any]) -> Any:
+    def in_one_process(components: list[object]) -> Any:
         return reduction.reduce_components(ReduceOp.MEAN, components, None)
 
     own = prepare(communicator, call, local, convert, in_one_process)

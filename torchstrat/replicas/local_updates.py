@@ -176,7 +176,7 @@ def _rounds_in(state: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     return {int(name.removeprefix("replica_")): one[ROUND] for name, one in state.items() if ROUND in one}
 
 
-def mean_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def mean_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The mean of the parameters of all replicas that stepped their own, by name; empty if ``state`` is of others. The
     first one's where they are no floating numbers."""
     stored = _rounds_in(state)

@@ -57,13 +57,13 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [dict(place) for place in places(vars(optimizer))]
 
 
-def put(attributes: dict[str, Any], changed: Sequence[Mapping[str, Any]]) -> None:
+def put(attributes: dict[str, Any], changed: Sequence[Mapping[str, object]]) -> None:
     """Make in another replica's optimizer the `changes` that there were in one."""
     for place, values in zip(places(attributes), changed, strict=False):
         place.update(values)
 
 
-def changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def changes(optimizer: Optimizer, before: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
     """The values there that are not those of ``before``, but for parameters."""
     return [
         {
@@ -112,7 +112,7 @@ def are_alike(own: torch.Tensor, told: torch.Tensor) -> bool:
 
 def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
-    found: list[Any] = []
+    found: list[object] = []
     for group in optimizer.param_groups:
         found += group.values()
     known = _digests.get(optimizer)
@@ -124,7 +124,7 @@ def digest(optimizer: Optimizer) -> float:
     return known.number + sum(fingerprint(known.tensors)) if known.tensors else known.number
 
 
-def _digest_of(found: list[Any], values: list[Any]) -> _Digest:
+def _digest_of(found: list[object], values: list[object]) -> _Digest:
     number = float(zlib.crc32(repr([value for value in values if is_plain(value)]).encode()))
     return _Digest(found, number, [one for one in values if isinstance(one, torch.Tensor) and one.is_cpu])
 
@@ -143,7 +143,7 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(is_plain, value)))
 
 
-def differing(first: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Difference | None:
+def differing(first: Sequence[Mapping[str, object]], others: Sequence[Mapping[str, object]]) -> Difference | None:
     """The first plain value that two replicas' groups, or attributes, do not have alike."""
     for number, (group, other) in enumerate(zip(first, others, strict=False)):
         for name, value in group.items():
@@ -176,7 +176,7 @@ _MISSING = object()
 class SharedState:
     """The state of one optimizer in one run. ``copy_of`` makes a replica's own copy of an entry."""
 
-    def __init__(self, real: dict[Any, Any], copy_of: Callable[[Any], Any]) -> None:
+    def __init__(self, real: dict[Any, Any], copy_of: Callable[[Any], object]) -> None:
         self.real = real
         self.copy_of = copy_of
         self.before: dict[Any, Any] = {}

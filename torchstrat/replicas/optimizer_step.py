@@ -67,7 +67,7 @@ class LastHooks:
         """Have the step that has begun made in blocks, where that is quicker. What is then stepped is a stand-in, which
         has nothing to step; so hooks that follow find all of it done."""
 
-        def last(stepped: Optimizer, args: Any, kwargs: Any) -> Any:
+        def last(stepped: Optimizer, args: Any, kwargs: object) -> Any:
             if args[0] is not stepped or not step_in_blocks(stepped):  # a hook of the user's own steps another one
                 return None
             return (make_stand_in(stepped), *args[1:]), kwargs
@@ -153,7 +153,7 @@ class StepPolicy(Protocol):
     def end_evaluation(self, call: StepCall) -> None:
         """They have: what they have done to parameters in place becomes what one device would have."""
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
         """Make the step, where one replica does for all. ``evaluate``: the closure on all replicas; its value, and
         gradients, are those of all."""
 
@@ -227,7 +227,7 @@ class OptimizerStep:
         """The same as the hook of one optimizer, and the last one."""
         return None if self.is_part_of_another() else self._begin(optimizer, args, kwargs)
 
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: object) -> Any:
         tensors = self._policy.variables_of(optimizer)
         if not tensors:
             return None
@@ -341,13 +341,13 @@ def step_led(call: StepCall, pause: Callable[[], None], evaluate: Callable[[], A
     return type(call.optimizer).step(*args, **kwargs)
 
 
-def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+def closure_of(args: Sequence[object], kwargs: dict[str, object]) -> Callable[[], Any] | None:
     """The closure in a ``step`` call's arguments (``args[0]`` is the optimizer itself)."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
 
 
-def with_closure(optimizer: Optimizer, closure: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def with_closure(optimizer: Optimizer, closure: Any, args: Any, kwargs: dict[str, object]) -> tuple[Any, Any]:
     """The same call on another optimizer with another closure."""
     if "closure" in kwargs:
         return (optimizer, *args[1:]), {**kwargs, "closure": closure}

@@ -150,7 +150,7 @@ class _Group:
         """A lookup has scaled rows, and is about to read them."""
         self._norm, self._is_inside, self.has_looked_up = norm, True, True
 
-    def is_alike(self, norm: tuple[Any, Any]) -> bool:
+    def is_alike(self, norm: tuple[object, object]) -> bool:
         """Whether all lookups so far have been with this norm."""
         return self._norm == norm
 
@@ -199,7 +199,7 @@ _ASKS_FORM = frozenset(
 _DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
-def _is_for_parameter(func: Callable[..., Any]) -> bool:
+def _is_for_parameter(func: Callable[..., object]) -> bool:
     """Whether `torch.nn.Parameter` is being made of one: of what it does not know it wants a view of the same class."""
     return func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__
 

@@ -93,7 +93,7 @@ class ThreadState:
         """Run ``fn`` on this thread as if it were the other one, with ``device`` as the current CUDA device."""
         return self._context.copy().run(self._call, device, fn)
 
-    def _call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
+    def _call(self, device: torch.device, fn: Callable[[], object]) -> Any:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         if self._is_plain and device.type != "cuda" and not count_function_modes() and not count_dispatch_modes():
@@ -119,7 +119,7 @@ def _autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 @contextlib.contextmanager
-def _modes(function_modes: list[Any], dispatch_modes: list[Any]) -> Iterator[None]:
+def _modes(function_modes: list[object], dispatch_modes: list[object]) -> Iterator[None]:
     """Exactly these modes, as they are: entering a mode again may reset it (torch's FLOP counter does), and a device's
     mode keeps what it replaced in a global. Modes that the block leaves behind go with it."""
     before = function_mode_stack(), dispatch_mode_stack()
@@ -130,7 +130,7 @@ def _modes(function_modes: list[Any], dispatch_modes: list[Any]) -> Iterator[Non
         _set_modes(*before)
 
 
-def _set_modes(function_modes: list[Any], dispatch_modes: list[Any]) -> None:
+def _set_modes(function_modes: list[object], dispatch_modes: list[object]) -> None:
     for _ in range(len(function_mode_stack())):
         pop_function_mode()
     for _ in range(count_dispatch_modes()):

@@ -238,7 +238,7 @@ def _check_parts(dims: list[Any], dim: int, size: int | None) -> None:
         )
 
 
-def _integer(dims: list[Any], dim: int) -> int:
+def _integer(dims: list[object], dim: int) -> int:
     entry = dims[dim]
     if isinstance(entry, int):
         return entry
@@ -424,7 +424,7 @@ def _checked_sizes(axis_sizes: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _shown(spec: Sequence[Any]) -> str:
+def _shown(spec: Sequence[object]) -> str:
     """Entries as a user writes them."""
     plain = [axes[0] if len(axes) == 1 else (tuple(axes) or None) for axes in (_as_axes(entry) for entry in spec)]
     return f"({', '.join(map(repr, plain))}{',' if len(plain) == 1 else ''})"

@@ -57,7 +57,7 @@ def get(name: str) -> type[Strategy]:
     return found
 
 
-def create(name: str, **options: Any) -> Strategy:
+def create(name: str, **options: object) -> Strategy:
     """Build the strategy registered as ``name`` with its constructor's keywords."""
     strategy_type: Any = get(name)
     known = inspect.signature(strategy_type).parameters

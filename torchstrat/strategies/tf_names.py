@@ -34,36 +34,36 @@ WITHOUT_COUNTERPART = dict.fromkeys(
 class ExperimentalNames:
     """The ``experimental_`` spellings of `Strategy`'s methods: the same functions under their second names."""
 
-    def experimental_distribute_dataset(self: StrategyLike, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(self: StrategyLike, dataset: object, options: object = None) -> Any:
         """`Strategy.distribute_dataset`."""
         return self.distribute_dataset(dataset, options)
 
-    def experimental_distribute_datasets_from_function(self: Any, dataset_fn: Any, options: Any = None) -> Any:
+    def experimental_distribute_datasets_from_function(self: Any, dataset_fn: object, options: object = None) -> Any:
         """`Strategy.distribute_datasets_from_function`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
-    def experimental_distribute_values_from_function(self: Any, value_fn: Any) -> Any:
+    def experimental_distribute_values_from_function(self: Any, value_fn: object) -> Any:
         """`Strategy.distribute_values_from_function`."""
         return self.distribute_values_from_function(value_fn)
 
-    def experimental_local_results(self: StrategyLike, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self: StrategyLike, value: object) -> tuple[Any, ...]:
         """`Strategy.local_results`."""
         return self.local_results(value)
 
-    def experimental_split_to_logical_devices(self: Any, tensor: Any, partition_dimensions: Any) -> Any:
+    def experimental_split_to_logical_devices(self: Any, tensor: object, partition_dimensions: object) -> Any:
         """`Strategy.split_to_logical_devices`."""
         return self.split_to_logical_devices(tensor, partition_dimensions)
 
-    def experimental_replicate_to_logical_devices(self: Any, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self: Any, tensor: object) -> Any:
         """`Strategy.replicate_to_logical_devices`."""
         return self.replicate_to_logical_devices(tensor)
 
-    def experimental_assign_to_logical_device(self: Any, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self: Any, tensor: object, logical_device_id: int) -> Any:
         """`Strategy.assign_to_logical_device`."""
         return self.assign_to_logical_device(tensor, logical_device_id)
 
     def experimental_run_v2(
-        self: StrategyLike, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+        self: StrategyLike, fn: Any, args: Any = (), kwargs: Any = None, options: object = None
     ) -> Any:
         """`Strategy.run`."""
         return self.run(fn, args, kwargs, options)
@@ -72,7 +72,7 @@ class ExperimentalNames:
 class VersionOneCalls:
     """What programs written for TensorFlow 1 call. All of it works on every strategy and under every launch."""
 
-    def experimental_run(self: StrategyLike, fn: Any, input_iterator: Any = None) -> Any:
+    def experimental_run(self: StrategyLike, fn: Any, input_iterator: object = None) -> Any:
         """`Strategy.run` of ``fn`` on what ``input_iterator.get_next()`` gives; without an iterator, on nothing.
 
         Raises `OutOfRangeError` at the end of the data. Every process has to call it.
@@ -85,7 +85,7 @@ class VersionOneCalls:
             batch = v1_iterators.next_of(input_iterator)
         return self.run(fn, args=(batch,))
 
-    def make_dataset_iterator(self: StrategyLike, dataset: Any) -> InputIterator:
+    def make_dataset_iterator(self: StrategyLike, dataset: object) -> InputIterator:
         """An iterator over the global batches of ``dataset``, split as by `Strategy.distribute_dataset`."""
         return InputIterator(distribute_dataset(self, self._engine.layout, dataset, None))
 
@@ -98,7 +98,7 @@ class VersionOneCalls:
         is called once per replica and step. See `torchstrat.data.v1_iterators.make_input_fn_iterator`."""
         return v1_iterators.make_input_fn_iterator(self, self._engine.layout, input_fn, replication_mode)
 
-    def experimental_make_numpy_dataset(self: StrategyLike, numpy_input: Any, session: Any = None) -> ArrayDataset:
+    def experimental_make_numpy_dataset(self: StrategyLike, numpy_input: object, session: Any = None) -> ArrayDataset:
         """The rows of an array or a nest of arrays as a dataset, one element per row: batch it, then distribute it.
 
         Lists of arrays are stacked. ``session`` means nothing without graphs. Raises `ContextError` in a replica.
@@ -106,7 +106,7 @@ class VersionOneCalls:
         context.require_cross(self, "experimental_make_numpy_dataset")
         return v1_iterators.array_dataset(numpy_input)
 
-    def update_config_proto(self: StrategyLike, config_proto: Any) -> Any:
+    def update_config_proto(self: StrategyLike, config_proto: object) -> Any:
         """A copy of ``config_proto``, a mapping or an OmegaConf config, with what this strategy sets in it.
 
         That is ``isolate_session_state``: whether no other process shares this one's variables.
@@ -117,10 +117,10 @@ class VersionOneCalls:
 
     def configure(
         self: StrategyLike,
-        session_config: Any = None,
-        cluster_spec: Any = None,
-        task_type: Any = None,
-        task_id: Any = None,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: object = None,
+        task_id: object = None,
     ) -> None:
         """`update_config_proto` on ``session_config`` itself. A cluster belongs into the strategy's constructor."""
         if cluster_spec is not None or task_type is not None or task_id is not None:
@@ -131,7 +131,7 @@ class VersionOneCalls:
         if session_config is not None:
             _set_settings(session_config, self)
 
-    def unwrap(self: StrategyLike, value: Any) -> tuple[Any, ...]:
+    def unwrap(self: StrategyLike, value: object) -> tuple[Any, ...]:
         """`Strategy.local_results`."""
         return self.local_results(value)
 
@@ -141,7 +141,7 @@ class VersionOneCalls:
         components = self.local_results(value)
         return components[0] if len(components) == 1 and name is None else None
 
-    def colocate_vars_with(self: StrategyLike, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self: StrategyLike, colocate_with_variable: object) -> AbstractContextManager[None]:
         """`StrategyExtended.colocate_vars_with`."""
         return self.extended.colocate_vars_with(colocate_with_variable)  # type: ignore[no-any-return]
 
@@ -150,18 +150,18 @@ class SeedNames(ExperimentalNames, VersionOneCalls):
     """Everything that `Strategy` answers to besides its own names."""
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _as_dict(config: object) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise WrongTypeError(f"a session config is a mapping or an OmegaConf config; got {type(config).__name__}.")
     return dict(config)
 
 
-def _set_settings(config: Any, strategy: StrategyLike) -> None:
+def _set_settings(config: object, strategy: StrategyLike) -> None:
     if not isinstance(config, MutableMapping):
         raise WrongTypeError(f"configure changes session_config, a mutable mapping; got {type(config).__name__}.")
     # Whoever has such a config has imported omegaconf. Its struct and read-only flags speak about the user's own keys.
     omegaconf = sys.modules.get("omegaconf")
-    unlocked: AbstractContextManager[Any] = nullcontext()
+    unlocked: AbstractContextManager[object] = nullcontext()
     if omegaconf is not None and isinstance(config, omegaconf.DictConfig):
         unlocked = omegaconf.flag_override(config, ["struct", "readonly"], False)
     with unlocked:

@@ -53,7 +53,7 @@ def unpack(packed: bytes) -> Any:
     return ClassesHere(io.BytesIO(packed)).load()
 
 
-def by_value(function: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+def by_value(function: Callable[..., object], module: ModuleType) -> Callable[..., Any]:
     """The function, for processes that cannot import the module, of which it may use all."""
     import cloudpickle
 

@@ -141,9 +141,9 @@ def hooks_for_a_pass() -> Training:
     """The step registers hooks on modules, and removes one when it has been backward; one stays from the first step."""
     model = Mlp()
     optimizer = sgd(model)
-    steps: list[Any] = []
+    steps: list[object] = []
 
-    def halved(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def halved(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
         return output * 0.5
 
     def step(batch: Batch) -> torch.Tensor:
@@ -355,7 +355,7 @@ def blocks_over_the_whole_step() -> Training:
     optimizer = sgd(model)
     filters = len(warnings.filters)
 
-    def halve(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def halve(module: nn.Module, inputs: object, output: Any) -> Any:
         return output * 0.5 if isinstance(module, nn.Tanh) else None
 
     def step(batch: Batch) -> torch.Tensor:

@@ -173,7 +173,7 @@ def rate_set_by_optimizer() -> Training:
 class _SharpnessAware(torch.optim.Optimizer):
     """As it is found on the web: an ascent step, a descent step, a copy of the weights in ``state`` in between."""
 
-    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: object) -> None:
         super().__init__(params, {"rho": rho, **options})
         self.base = base(self.param_groups, **options)
         self.param_groups = self.base.param_groups
@@ -281,7 +281,7 @@ def with_closure(make: Callable[[Any], torch.optim.Optimizer], *, returns_loss: 
 
 def rate_set_by_hand() -> Training:
     model = Mlp()
-    groups: list[dict[str, Any]] = [
+    groups: list[dict[str, object]] = [
         {"params": model.first.parameters(), "lr": 0.3},
         {"params": model.last.parameters()},
     ]
@@ -324,7 +324,7 @@ def state_dict_round_trip() -> Training:
     model = Mlp()
     optimizer = adam(model)
     scheduler = lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    saved: list[dict[str, Any]] = []
+    saved: list[dict[str, object]] = []
 
     def after(step_index: int, loss: torch.Tensor) -> None:
         scheduler.step()

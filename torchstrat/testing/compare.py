@@ -104,9 +104,9 @@ class _Program:
 
 
 def compare(
-    build: Callable[[], Any],
-    step: Callable[[Any, Any], Any],
-    batches: Sequence[Any] | Callable[[], Sequence[Any]],
+    build: Callable[[], object],
+    step: Callable[[Any, Any], object],
+    batches: Sequence[object] | Callable[[], Sequence[object]],
     strategies: Sequence[str] = STRATEGIES,
     *,
     tolerance: float = 1e-10,
@@ -206,7 +206,7 @@ def _run(program: _Program, strategy: Any, traced: int | None = None) -> _Record
     return recording
 
 
-def _bound(step: Callable[[Any, Any], Any], built: object) -> Callable[[Any], Any]:
+def _bound(step: Callable[[Any, Any], object], built: object) -> Callable[[Any], Any]:
     """The step as a function of a batch, which closes over the program as a user's does."""
     return lambda batch: step(built, batch)
 
@@ -291,7 +291,7 @@ def _watched(built: object, name: str = "") -> Mapping[str, Any]:
     return {key: one for index, item in items for key, one in _watched(item, f"{name}[{index}]").items()}
 
 
-def _traced(step: Callable[[Any, Any], Any], lines: list[tuple[int, Snapshot]]) -> Callable[[Any, Any], Any]:
+def _traced(step: Callable[[Any, Any], object], lines: list[tuple[int, Snapshot]]) -> Callable[[Any, Any], Any]:
     """The step, which on the first replica notes what everything is after each of its own lines."""
 
     def traced(built: object, batch: object) -> Any:

@@ -58,7 +58,7 @@ class Row:
     """Makes the strategy from its keyword-only options (``gradient_reduce_op``, ``timeout``)."""
 
 
-def _make(class_name: str, arguments: Mapping[str, Any], **options: object) -> Any:
+def _make(class_name: str, arguments: Mapping[str, object], **options: object) -> Any:
     import torchstrat as ts
 
     return getattr(ts, class_name)(**arguments, **options)

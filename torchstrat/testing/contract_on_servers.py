@@ -74,7 +74,7 @@ def run_case_on_servers(case: Case, strategy: Any, *, workers: int = 1) -> Snaps
 
             leaves = workers > 1 and training.no_sync and index in training.accumulate_on
 
-            def function(batch: Batch, index: int = index, step: Any = step, leaves: bool = leaves) -> Any:
+            def function(batch: Batch, index: int = index, step: object = step, leaves: bool = leaves) -> Any:
                 if workers > 1:
                     begun.assign_add(1)
                     while int(begun.read_value()) < (index + 1) * workers:  # so each worker has one

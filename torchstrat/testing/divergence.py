@@ -76,7 +76,7 @@ def observe(divergence: Divergence, strategy: Any) -> Observed:
         assert context is not None
         mine = diverges["now"] and context.replica_id_in_sync_group == REPLICA
 
-        def act(call: str, make_call: Callable[[], Any]) -> Any:
+        def act(call: str, make_call: Callable[[], object]) -> Any:
             if mine and call == divergence.call:
                 if divergence.raises:
                     raise StepFailedError(f"replica {REPLICA} gives up before {call}")

@@ -181,7 +181,7 @@ class FakeMembership:
             self._welcome(endpoint, service)
 
     def _welcome(self, endpoint: Endpoint, service: Service) -> None:
-        status: Mapping[str, Any] = service.status()
+        status: Mapping[str, object] = service.status()
         endpoint.add_peer(self.endpoint.peer)
         service.coordinator_arrived(self.endpoint.peer)
         self.endpoint.add_peer(endpoint.peer)

@@ -77,7 +77,7 @@ class FakeSpmdRuntime:
         if self._mesh_shape is None:
             return [{"name": f"CPU:{number}"} for number in range(self._num_devices)]
         x, y, _, cores = self._mesh_shape
-        described: list[Mapping[str, Any]] = []
+        described: list[Mapping[str, object]] = []
         for number in range(self._num_devices):
             chip, core = divmod(number, cores)
             coords = [chip % x, chip // x % y, chip // (x * y)]

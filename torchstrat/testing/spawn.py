@@ -190,9 +190,9 @@ class WorkersError(TorchstratError, RuntimeError):
 
 
 def spawn(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     num_processes: int,
-    args: tuple[Any, ...] = (),
+    args: tuple[object, ...] = (),
     *,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     env: Mapping[str, str] | None = None,

@@ -138,7 +138,7 @@ Metric = Callable[[Any, Any], Any]
 
 
 def score(
-    model: nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric], strategy: StrategyLike | None
+    model: nn.Module, batches: Iterable[object], metrics: Mapping[str, Metric], strategy: StrategyLike | None
 ) -> dict[str, float]:
     """The mean of each metric over the rows of all batches.
 

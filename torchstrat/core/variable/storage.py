@@ -118,7 +118,7 @@ class Cell:
             self._tensor = edit.anew(self._tensor, value) if self._lent else edit.in_place(self._tensor, value)
         self._lent = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cell:
+    def __deepcopy__(self, memo: dict[int, object]) -> Cell:
         return Cell(self._tensor, self.device, self._place)
 
 
@@ -225,7 +225,7 @@ class Given:
 
 
 def merge_values(
-    aggregation: VariableAggregation, edit: Edit, values: Sequence[Any], dtype: torch.dtype
+    aggregation: VariableAggregation, edit: Edit, values: Sequence[object], dtype: torch.dtype
 ) -> torch.Tensor:
     """In one process, with every replica's value at hand: the one value to write.
 

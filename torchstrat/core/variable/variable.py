@@ -441,7 +441,7 @@ def _local_copy(cell: Storage) -> Cell:
     return cell.__deepcopy__({}) if isinstance(cell, Cell) else Cell(cell.lend(), "cpu:0")
 
 
-def _merge(strategy: Any, variable: Any, edit: Any, given: Any) -> Any:
+def _merge(strategy: object, variable: Any, edit: Any, given: Any) -> Any:
     """All replicas of this process assign to one variable: combine their values, write once."""
     if isinstance(variable, PerReplica) or isinstance(edit, PerReplica):
         raise ReplicaDivergenceError(

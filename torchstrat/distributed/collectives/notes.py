@@ -148,7 +148,7 @@ def said_at(store: Any, key: str) -> str | None:
     return None if found == _NOTHING else found
 
 
-def collect(store: Any, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:
+def collect(store: object, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:
     """Add to ``said`` by rank what is at the ``keys``, waiting a little for those that are not there."""
     missing = dict(keys)
     deadline = time.monotonic() + seconds
@@ -172,7 +172,7 @@ _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
 class Place(Protocol):
     """Where words are left, and how a rank waits for those of the others."""
 
-    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+    def visit(self, call: Callable[[Any], Any], otherwise: object) -> Any:
         """What ``call`` makes of a part of the store that nothing else has; see `StoreVisits.visit`."""
 
     def told(self) -> None:
@@ -246,5 +246,5 @@ class StoredWords:
                 store.delete_key(name)
 
 
-def _heard(missing: Sequence[int], store: Any) -> dict[int, str]:
+def _heard(missing: Sequence[int], store: object) -> dict[int, str]:
     return {rank: word for rank in missing if (word := said_at(store, str(rank))) is not None}

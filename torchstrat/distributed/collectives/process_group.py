@@ -106,7 +106,7 @@ _abandoned: collections.deque[Any] = collections.deque()
 other call to torch.distributed."""
 
 
-def abandon(groups: Iterable[Any]) -> None:
+def abandon(groups: Iterable[object]) -> None:
     """Have these destroyed by the next call here that makes or closes groups."""
     _abandoned.extend(groups)
 
@@ -408,7 +408,7 @@ class ProcessGroupCommunicator:
     def _is_by_device(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl
 
-    def _run(self, what: str, start: Callable[[], Any], tensor: torch.Tensor | None = None) -> None:
+    def _run(self, what: str, start: Callable[[], object], tensor: torch.Tensor | None = None) -> None:
         by_device = tensor is not None and self._is_by_device(tensor)
         self.guard(what, lambda: self.finish(start(), by_device=by_device))
 

@@ -80,7 +80,7 @@ class ControlChannel:
         keep_out_of_children(sock)
         sock.settimeout(FRAME_SECONDS)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Send one message of plain data (what JSON holds).
 
         Raises:
@@ -120,7 +120,7 @@ class ControlChannel:
                 f"a control message from {self.name} was changed, repeated or left out on its way; the connection ends."
             )
         self._received += 1
-        message: dict[str, Any] = json.loads(payload)
+        message: dict[str, object] = json.loads(payload)
         return message
 
     def hang_up(self) -> None:

@@ -315,7 +315,7 @@ def hear_coordinator(channel: ControlChannel) -> Peer:
     return peer_from_plain(_expect(channel, "coordinator")["peer"])
 
 
-def answer_coordinator(channel: ControlChannel, me: Peer, status: Mapping[str, Any]) -> None:
+def answer_coordinator(channel: ControlChannel, me: Peer, status: Mapping[str, object]) -> None:
     """The task's side, second half; then the service is told, and `say_ready`.
 
     Raises:

@@ -532,7 +532,7 @@ class ClusterMembership:
         self._rendezvous.close(finished)
         self.endpoint.close()
 
-    def _joined(self, peer: Peer, status: Mapping[str, Any]) -> None:
+    def _joined(self, peer: Peer, status: Mapping[str, object]) -> None:
         with self._lock:
             returned = peer.incarnation in self._gone
             self._present.add(peer.incarnation)

@@ -359,7 +359,7 @@ class Catalog:
         """What was registered by hand, as far as it is alive."""
         return [value for entry in self._live() if (value := entry.get()) is not None]
 
-    def let_go(self, values: Iterable[Any]) -> None:
+    def let_go(self, values: Iterable[object]) -> None:
         """These have no tokens any more, though they are alive."""
         with self._lock:
             for value in values:
@@ -405,7 +405,7 @@ class Catalog:
             return True
         return isinstance(value, (torch.Tensor, nn.Module, *HELPER_TYPES)) and self.token_of(value) is not None
 
-    def _holds_captured(self, namespace: dict[str, Any]) -> bool:
+    def _holds_captured(self, namespace: dict[str, object]) -> bool:
         by_id = self._by_id
         return any(id(value) in by_id for value in list(namespace.values()))
 

@@ -133,7 +133,7 @@ class Reach:
         Keeps what it names alive, which is of modules, and reaches nothing captured.
         """
         looks: list[Look] = []
-        spaces: dict[int, dict[str, Any]] = {}
+        spaces: dict[int, dict[str, object]] = {}
         is_fixed = is_installed(_module_of(root))  # installed code stays as it is
         for value in _walk(root, None):
             if isinstance(value, _CODE):
@@ -210,14 +210,14 @@ class Reach:
         footprint.spaces[id(vars(module))] = vars(module)
         return self._holds(vars(module), memo)
 
-    def _holds(self, space: dict[str, Any], memo: dict[int, bool]) -> bool:
+    def _holds(self, space: dict[str, object], memo: dict[int, bool]) -> bool:
         """Whether a module's globals are captured objects, or hold some: in containers, in objects of its own."""
         answer = memo.get(id(space))
         if answer is None:
             answer = memo[id(space)] = self._looks_into(space)
         return answer
 
-    def _looks_into(self, space: dict[str, Any]) -> bool:
+    def _looks_into(self, space: dict[str, object]) -> bool:
         if self._holds_captured(space):
             return True
         name = space.get("__name__", "")
@@ -226,7 +226,7 @@ class Reach:
         return any(map(self._is_captured, _walk(_data_of(space), None, only_data=True)))
 
 
-def _data_of(space: dict[str, Any]) -> list[Any]:
+def _data_of(space: dict[str, object]) -> list[Any]:
     """What a module's globals hold, but for code and what Python itself puts there."""
     return [
         value
@@ -246,7 +246,7 @@ def _walk(root: object, footprint: _Footprint | None, *, only_data: bool = False
     functions, classes and modules reach."""
     package = _package_of(root)
     seen: set[tuple[int, frozenset[str]]] = set()
-    keep: list[Any] = []  # temporaries must outlive the walk, or others could get their ids
+    keep: list[object] = []  # temporaries must outlive the walk, or others could get their ids
     pending = [(root, frozenset[str]())]
     while pending and len(seen) < _MAX_OBJECTS:
         value, names = pending.pop()
@@ -302,7 +302,7 @@ def _extras(fn: types.FunctionType) -> tuple[Any, ...]:
     return *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *vars(fn).values()
 
 
-def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 

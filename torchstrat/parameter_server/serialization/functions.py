@@ -88,7 +88,7 @@ def pack(value: object, catalog: Catalog, what: str = "fn", remembered: Remember
     return packed
 
 
-def simple_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None, catalog: Catalog) -> Packed | None:
+def simple_arguments(args: Sequence[object], kwargs: Mapping[str, object] | None, catalog: Catalog) -> Packed | None:
     """What `pack` makes of a function's arguments where they are plain values, tensors and captured objects; None for
     others.
     For a catalog that has seen what the registry knows (`Catalog.is_up_to_date`)."""
@@ -315,7 +315,7 @@ def _in_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], Any]:
 
 def _sendable(state: Any, world: World) -> tuple[Any, list[str]]:
     """The attributes that can travel, and the names of the others."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     for name, value in state.items():
         with contextlib.suppress(NotSendableError):
             pack_result(value, world)
@@ -323,7 +323,7 @@ def _sendable(state: Any, world: World) -> tuple[Any, list[str]]:
     return kept, sorted(state.keys() - kept.keys())
 
 
-def _from_parts(kind: type[BaseException], args: tuple[Any, ...], state: Any) -> BaseException:
+def _from_parts(kind: type[BaseException], args: tuple[object, ...], state: Any) -> BaseException:
     error = kind.__new__(kind, *args)
     _builtin_of(kind).__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
     if state is not None:

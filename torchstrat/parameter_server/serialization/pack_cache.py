@@ -113,7 +113,7 @@ class Parts:
         return all(map(operator.is_, chain.from_iterable(now), kept)) or same_parts([*chain(*now)], kept)
 
 
-def same_parts(now: list[Any], kept: list[Any]) -> bool:
+def same_parts(now: list[object], kept: list[object]) -> bool:
     """Whether these are the very objects that were there when ``kept`` was made of them by `keep`."""
     if len(now) != len(kept):
         return False
@@ -173,7 +173,7 @@ def class_parts(cls: type) -> list[Any]:
     return [*cls.__bases__, *members, *members.values()]
 
 
-def _of_weak(parts: Callable[..., list[Any]], reference: _Weak, *args: object) -> list[Any]:
+def _of_weak(parts: Callable[..., list[object]], reference: _Weak, *args: object) -> list[Any]:
     value = reference()
     return [] if value is None else parts(value, *args)
 
@@ -267,7 +267,7 @@ class Survey:
         found = self._references.rests_on(value)
         if found is None:
             raise Unstable
-        holder: Any = sys.modules[value.__module__]
+        holder: object = sys.modules[value.__module__]
         for name in value.__qualname__.split("."):
             named = getattr(holder, name)
             self.guards.add(partial(_named, holder, name), (named,))

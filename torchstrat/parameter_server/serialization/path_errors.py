@@ -201,8 +201,8 @@ def path_to(
 
 def paths(root: object, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Everything that ``root`` consists of, each object once, by the shortest way to it; the nearest first."""
-    pending: collections.deque[tuple[str, Any]] = collections.deque([(what, root)])
-    seen: dict[int, Any] = {}  # the values too: temporaries must outlive the search, or others could get their ids
+    pending: collections.deque[tuple[str, object]] = collections.deque([(what, root)])
+    seen: dict[int, object] = {}  # the values too: temporaries must outlive the search, or others could get their ids
     while pending and len(seen) < _MAX_OBJECTS:
         path, value = pending.popleft()
         if id(value) in seen:

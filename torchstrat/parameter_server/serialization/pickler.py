@@ -113,7 +113,7 @@ def _reduce_cell(cell: types.CellType) -> Any:
     return types.CellType, (), (contents,), None, None, _set_cell  # None would be no state
 
 
-def _set_cell(cell: types.CellType, contents: tuple[Any]) -> None:
+def _set_cell(cell: types.CellType, contents: tuple[object]) -> None:
     (cell.cell_contents,) = contents
 
 
@@ -311,7 +311,7 @@ def _reduce_optimizer(optimizer: Optimizer) -> Any:
     return copyreg.__newobj__, (type(optimizer),), (state, own), None, None, set_optimizer_state  # type: ignore[attr-defined]
 
 
-def set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, object], dict[str, object]]) -> None:
     state, own = states
     vars(optimizer).update(own)  # what properties of its class read, of which param_groups may be one
     optimizer.__setstate__(state)
@@ -334,7 +334,7 @@ def load_increment(
     blob: bytes,
     tensors: Sequence[torch.Tensor],
     buffers: int,
-    resolve: Callable[[tuple[Any, ...]], Any],
+    resolve: Callable[[tuple[Any, ...]], object],
     device: torch.device,
 ) -> Any:
     """As `IncrementUnpickler` loads it, if need be without what raises."""

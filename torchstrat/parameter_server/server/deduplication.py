@@ -63,7 +63,7 @@ def part_of(
 ) -> AppliedPart:
     """Every push pays for this: microseconds, where to apply it takes hundreds. Which gradients a push sets to nothing
     is no part of it: that is left out as long as nobody is known to have left any."""
-    made: list[Any] = []
+    made: list[object] = []
     keys: list[ShardKey] = []
     rows = 0
     sent: list[tuple[int, OptimizerStep | Accumulation]] = [(step.optimizer, step) for step in steps]

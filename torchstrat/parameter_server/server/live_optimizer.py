@@ -339,7 +339,7 @@ def _gradients_of(step: OptimizerStep, shards: HeldShards) -> dict[ShardKey, tor
     return gradients
 
 
-def _is_among(value: object, others: Sequence[Any]) -> bool:
+def _is_among(value: object, others: Sequence[object]) -> bool:
     return any(are_equal(value, other) for other in others)
 
 

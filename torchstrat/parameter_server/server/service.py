@@ -120,12 +120,12 @@ class VariableServer:
 
     def handlers(self) -> Mapping[str, Handler]:
         store = self.store
-        steps: dict[str, Callable[[Peer, Any, AnswerMemory], Any]] = {
+        steps: dict[str, Callable[[Peer, Any, AnswerMemory], object]] = {
             "ps.read": lambda sender, keys, memory: store.read(keys, memory, sender.incarnation),
             "ps.read_rows": lambda _, requests, memory: store.read_rows(requests, memory),
             "ps.push": lambda _, push, memory: store.push(push, memory),
         }
-        work: dict[str, Callable[[Any], Any]] = {
+        work: dict[str, Callable[[Any], object]] = {
             "ps.create": store.create,
             "ps.repeat": store.repeat,
             "ps.grow": store.grow,
@@ -142,7 +142,7 @@ class VariableServer:
             "ps.adopt_checkpoint": self._checkpoints.adopt,
             "ps.reset": lambda _: store.reset(),
         }
-        orders: dict[str, Callable[[Any], Any]] = {
+        orders: dict[str, Callable[[Any], object]] = {
             "ps.fence": store.fence,
             "ps.forget_below": self._forget_below,
             "ps.take_conflicts": lambda _: store.take_conflicts(),
@@ -209,7 +209,7 @@ class VariableServer:
         self.store.end_cut(token)
         self._checkpoints.forget(token)
 
-    def _noting_left_overs(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _noting_left_overs(self, answer: Callable[[Any], object]) -> Callable[[Any], Any]:
         def noting(payload: object) -> Any:
             try:
                 return answer(payload)
@@ -235,7 +235,7 @@ class VariableServer:
         self._endpoint.add_peer(peer)
 
 
-def _without_sender(answer: Callable[[Any], Any]) -> Callable[[Peer, Any], Any]:
+def _without_sender(answer: Callable[[Any], object]) -> Callable[[Peer, Any], Any]:
     return lambda _sender, payload: answer(payload)
 
 

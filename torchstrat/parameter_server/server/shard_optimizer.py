@@ -192,7 +192,7 @@ def _reduce_whole(optimizer: Optimizer) -> Any:
     return copyreg.__newobj__, (type(optimizer),), attributes, None, None, _set_attributes  # type: ignore[attr-defined]
 
 
-def _set_attributes(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
+def _set_attributes(optimizer: Optimizer, attributes: dict[str, object]) -> None:
     vars(optimizer).update(attributes)
 
 
@@ -202,7 +202,7 @@ def _without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _succeeds(act: Callable[[Any], Any], value: object) -> bool:
+def _succeeds(act: Callable[[Any], object], value: object) -> bool:
     try:
         act(value)
     except Exception:

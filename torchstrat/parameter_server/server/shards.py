@@ -47,7 +47,7 @@ def describe_optimizer(number: int, name: str, groups: Sequence[Sequence[int]], 
     return {"number": number, "class": name, "groups": [list(group) for group in groups], "rows_only": rows_only}
 
 
-def make_catalog(variables: Iterable[dict[str, Any]], optimizers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def make_catalog(variables: Iterable[dict[str, object]], optimizers: Iterable[dict[str, object]]) -> dict[str, Any]:
     """``{"variables", "optimizers", "digest"}``; equal contents have equal digests, in any process."""
     content: dict[str, Any] = {
         "variables": sorted(variables, key=lambda described: described["number"]),

@@ -165,7 +165,7 @@ class VariableCut:
         self._save([entry for name, entry in state.items() if name in names], rows)
         self._save([entry for name, entry in state.items() if name not in names], None)
 
-    def _save(self, entries: Iterable[Any], rows: torch.Tensor | None) -> None:
+    def _save(self, entries: Iterable[object], rows: torch.Tensor | None) -> None:
         for entry in entries:
             if isinstance(entry, FrozenRows) and self.cut.error is None:
                 try:

@@ -378,7 +378,7 @@ class VariableStore:
         with self._locked(held.reaches):
             return held.hand_out_options(options, places)
 
-    def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]], places: Places) -> None:
+    def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places) -> None:
         """Replace what is in the groups of an optimizer whose steps set it."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
@@ -438,7 +438,7 @@ class VariableStore:
                     f"{self.owner} holds a mixture of a checkpoint and of what was there before: {error} Restore this "
                     "checkpoint again, or another."
                 ) from error
-            states: dict[tuple[int, ShardKey], dict[str, Any]] = {}
+            states: dict[tuple[int, ShardKey], dict[str, object]] = {}
             for (optimizer, key, name), value in zip(entries, found[len(values) :], strict=True):
                 states.setdefault((optimizer, key), {})[name] = value
             for key in shards.held_keys():

@@ -121,7 +121,7 @@ class RpcEndpoint:
         self._departures = threading.Condition()
         self._departed: set[str] = set()  # incarnations that have sent their last message
         self._closed = False
-        hooks: dict[str, Callable[..., Any]] = {
+        hooks: dict[str, Callable[..., object]] = {
             "serialize": self._seal_reply,
             "deserialize": self._unseal,
             "_run_function": self._run,
@@ -216,7 +216,7 @@ class RpcEndpoint:
             self._settle(to, future, error)
             return future
 
-        def arrived(answer: Callable[[], Any]) -> None:
+        def arrived(answer: Callable[[], object]) -> None:
             try:
                 result = answer()
             except BaseException as error:
@@ -334,7 +334,7 @@ class RpcEndpoint:
                 return
             link.has_lifeline = link.is_held = True
 
-        def ended(answer: Callable[[], Any]) -> None:
+        def ended(answer: Callable[[], object]) -> None:
             try:
                 answer()
             except PeerUnavailableError:
@@ -368,7 +368,7 @@ class RpcEndpoint:
                 return
             link.is_asked = True
 
-        def answered(answer: Callable[[], Any]) -> None:
+        def answered(answer: Callable[[], object]) -> None:
             link.is_asked = False
             try:
                 answer()
@@ -458,7 +458,7 @@ class RpcEndpoint:
                 return
             link.has_left = link.is_leaving = True
 
-        def arrived(_: Callable[[], Any]) -> None:
+        def arrived(_: Callable[[], object]) -> None:
             with self._departures:
                 link.is_leaving = False
                 self._departures.notify_all()

@@ -443,7 +443,7 @@ def _introduce(worker: WorkerInfo, url: str, to: TensorPipeAgent, store: HashSto
 
 
 @contextlib.contextmanager
-def _hooked(hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def _hooked(hooks: Mapping[str, Callable[..., object]]) -> Iterator[None]:
     """Let RPC find these functions in the place of its own; it looks for them once, at an agent's first message."""
     for name, hook in hooks.items():
         setattr(internal, name, hook)

@@ -77,7 +77,7 @@ class Servers(Protocol):
     def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
         """The servers do this to their values."""
 
-    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> Any:
         """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
 
 
@@ -99,7 +99,7 @@ class NoServers:
     def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
         raise AssertionError("there are no servers to write to")
 
-    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> Any:
         return call()
 
 
@@ -242,7 +242,7 @@ _aliases: dict[int, Alias] = {}
 
 
 @_torch_private.uncompiled
-def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
     if func in _REGISTERS_HOOK and isinstance(args[0], nn.Parameter):
         raise UnsupportedError(
@@ -322,7 +322,7 @@ class CachedTensor:
         with DisableTorchFunctionSubclass():
             return repr(_torch_private.alias_of(_of(self), _own_class(self), _of(self).requires_grad))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         """A copy is an ordinary tensor of the program's own."""
         if id(self) not in memo:
             value = self._read().clone()
@@ -409,7 +409,7 @@ def aliases_in(result: object, memory: torch.Tensor) -> Iterator[torch.Tensor]:
 # -- what a call does -----------------------------------------------------------------------------------------------
 
 
-def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _targets(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What a call changes in place."""
     name = getattr(func, "__name__", "")
     if func in _MAY_WRITE:

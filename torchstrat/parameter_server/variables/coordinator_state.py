@@ -83,7 +83,7 @@ class CacheServers:
             orders[shard.server].append(RepeatedOps((spec.number, number), recipe, seed))
         self._job.servers.ask("ps.repeat", orders)
 
-    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> Any:
         return self._job.servers.attempt(call, after_restore)
 
 
@@ -133,7 +133,7 @@ class CoordinatorState:
     @staticmethod
     def expire(optimizer: Optimizer) -> None:
         """The servers have another state than what was read, though no function has run since."""
-        state: Any = optimizer.state
+        state: object = optimizer.state
         if isinstance(state, RemoteOptimizerState):
             CoordinatorState.of(optimizer)._read_at = None
             state.note()

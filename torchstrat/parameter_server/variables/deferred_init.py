@@ -182,7 +182,7 @@ def recipe_of_more(tensor: torch.Tensor, name: str) -> tuple[InitialOp, ...]:
     return tuple(op for noted in recorded.ops for op in _as_ops(noted, tensor, name))
 
 
-def recipe_by(init: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor, first: int) -> Any:
+def recipe_by(init: Callable[[torch.Tensor], object], shape: Sequence[int], like: torch.Tensor, first: int) -> Any:
     """The recipe of what ``init`` does to ``shape`` rows on ``meta``, which are those from ``first`` on."""
     with RecordInitialisers():  # type: ignore[no-untyped-call]
         rows = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
@@ -270,7 +270,7 @@ def _draw_block(recipe: Sequence[InitialOp], block: torch.Tensor, seed: int, fir
             if not first_row <= op.row < first_row + len(block):
                 continue
             target = block[op.row - first_row]
-        random: dict[str, Any] = {"generator": generator} if op.name in _DRAWS - {"fill_", "zero_"} else {}
+        random: dict[str, object] = {"generator": generator} if op.name in _DRAWS - {"fill_", "zero_"} else {}
         operator: Any = nn.init.trunc_normal_ if op.name == "trunc_normal_" else getattr(torch.ops.aten, op.name)
         operator(target, *op.args, **op.kwargs, **random)
     return block
@@ -283,7 +283,7 @@ def _block_seed(seed: int, block: int) -> int:
 # -- recording ------------------------------------------------------------------------------------------------------
 
 
-def _note_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
+def _note_made(func: Any, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor) -> None:
     """A new tensor: filled by its factory, or computed from one that has a recipe. Views need no note of their own."""
     name = schema_of(func).name.rpartition("::")[2]
     if name in _FACTORIES:
@@ -302,7 +302,7 @@ def _note_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
             _set(result, _Recorded([*source.ops, (f"{name}_", args[1:], kwargs, None)], source.obstacle))
 
 
-def _note_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
     name = schema_of(func).name.rpartition("::")[2]
     given = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
     for argument in schema_of(func).arguments:
@@ -347,7 +347,7 @@ def _constant(source: torch.Tensor) -> Any:
     return {"zero_": (0,), "fill_": args}.get(name, (None,))[0] if elements is None else None
 
 
-def _note(tensor: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note(tensor: torch.Tensor, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     recorded = _recorded(tensor)
     is_whole = _is_whole(tensor)
     if recorded is None or (is_whole and name in _DRAWS):
@@ -366,7 +366,7 @@ def _note(tensor: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _as_ops(
-    noted: tuple[str, tuple[Any, ...], dict[str, Any], tuple[int, int] | None], tensor: torch.Tensor, name: str
+    noted: tuple[str, tuple[object, ...], dict[str, object], tuple[int, int] | None], tensor: torch.Tensor, name: str
 ) -> list[InitialOp]:
     operator, args, kwargs, elements = noted
     if elements is None:
@@ -405,7 +405,7 @@ def _shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage() is other.untyped_storage()
 
 
-def _are_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _are_numbers(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     return all(
         value is None or isinstance(value, (bool, int, float, complex, str)) for value in (*args, *kwargs.values())
     )

@@ -140,7 +140,7 @@ class PlainAttributes:
             self._watch_derived(owner)
             self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
 
-    def changed(self, owners: Iterable[tuple[Any, nn.Module | Optimizer]]) -> Mapping[Any, SetAttributes]:
+    def changed(self, owners: Iterable[tuple[object, nn.Module | Optimizer]]) -> Mapping[Any, SetAttributes]:
         """What was set since each of these objects, with their tokens, was here first: that is when it was sent."""
         found: dict[Any, SetAttributes] = {}
         class_attributes.look()

@@ -147,7 +147,7 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
 def _marks(state: RemoteOptimizerState) -> list[Any]:
     """What is another when an entry is replaced, or a tensor in it changed in place. An empty entry, which comes into
     being when somebody asks for it, is like none."""
-    marks: list[Any] = []
+    marks: list[object] = []
     for tensor, entry in dict.items(state):
         if entry:
             marks.append(id(tensor))
@@ -532,11 +532,11 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
-def _described(values: Mapping[str, Any]) -> dict[str, str]:
+def _described(values: Mapping[str, object]) -> dict[str, str]:
     return {
         name: repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value) for name, value in values.items()
     }
 
 
-def _text(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _text(values: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(_described(values).items()))

@@ -405,7 +405,7 @@ class CapturedVariables:
 
     def states(self) -> list[Any]:
         """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
-        found: list[Any] = []
+        found: list[object] = []
         with DisableTorchFunctionSubclass():
             for reference in self._parameters.values():
                 tensor = reference()
@@ -439,7 +439,7 @@ def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
 _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers", "__class__")
 
 
-def as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
+def as_they_are(group: Mapping[str, object]) -> dict[str, Any]:
     """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
     return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
@@ -454,7 +454,7 @@ def all_options(
     optimizers: Iterable[tuple[int, Optimizer]], numbers_of: Callable[[Sequence[torch.Tensor]], Iterable[int]]
 ) -> Options:
     """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
-    found: dict[int, tuple[dict[str, Any], ...]] = {}
+    found: dict[int, tuple[dict[str, object], ...]] = {}
     first: dict[int, tuple[int, int]] = {}
     for number, optimizer in optimizers:
         groups = []
@@ -512,7 +512,7 @@ class Reading:
         """Whether nothing has changed that this is about. False where that cannot be told."""
         return self._is_comparable and self._marks == earlier._marks
 
-    def _read_modules(self, modules: Iterable[Any]) -> None:
+    def _read_modules(self, modules: Iterable[object]) -> None:
         marks = self._marks
         for training, parameters, children, buffers, kind in map(_members, modules):
             marks += (training, len(parameters), len(children), len(buffers), kind)

@@ -98,7 +98,7 @@ class ServerGroup:
     def ask(
         self,
         method: str,
-        payloads: Mapping[int, Any],
+        payloads: Mapping[int, object],
         *,
         timeout_seconds: float | None = None,
     ) -> dict[int, Any]:
@@ -185,7 +185,7 @@ class ValuesToCome:
         # looks for cycles.
         self._news = _News()
 
-    def ask(self, payloads: Mapping[int, Any], on_sign: Callable[[], None] | None = None) -> None:
+    def ask(self, payloads: Mapping[int, object], on_sign: Callable[[], None] | None = None) -> None:
         """Send each server its payload. ``on_sign``: called once for each that has done what it was asked to do."""
         self._news.on_sign = on_sign
         for server, payload in payloads.items():
@@ -382,7 +382,7 @@ class VariableAccess:
 
     def send_push(
         self,
-        parts: Mapping[int, Mapping[str, Any]],
+        parts: Mapping[int, Mapping[str, object]],
         specs: Sequence[VariableSpec] = (),
         into: Sequence[torch.Tensor] | None = None,
         *,

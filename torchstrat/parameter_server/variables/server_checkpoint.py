@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -175,7 +175,7 @@ class JobCut:
         reports: dict[int, WriteReport] = self._job.servers.ask(
             "ps.write_checkpoint", self._orders(folder, slots, states, first_number), timeout_seconds=_WRITE_SECONDS
         )
-        whole: dict[KeyPath, Any] = {}
+        whole: dict[KeyPath, object] = {}
         for report in reports.values():
             _require_visible(folder, report.part, self._job)
             for path, value in report.whole:

@@ -65,7 +65,7 @@ def parse_key(key: object, rows: int) -> RowSelection:
     return RowSelection(range(row, row + 1), (*new_dims, 0, *tail))
 
 
-def _masked(mask: torch.Tensor, rows: int, entries: tuple[Any, ...]) -> RowSelection:
+def _masked(mask: torch.Tensor, rows: int, entries: tuple[object, ...]) -> RowSelection:
     if mask.shape[0] != rows:
         raise ShardIndexError(
             f"a mask of shape {tuple(mask.shape)} cannot select from {rows} rows; its first dimension must be {rows}."

@@ -363,7 +363,7 @@ def create_variable(
 
 
 def _of_shard(
-    initial_value: Callable[..., Any],
+    initial_value: Callable[..., object],
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
     start: int,
@@ -391,7 +391,7 @@ def _of_shard(
     return value[start:stop]
 
 
-def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature

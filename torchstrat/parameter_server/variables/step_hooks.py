@@ -133,7 +133,7 @@ class StepHooks:
         not be stepped: what they have now."""
         for optimizer in optimizers:
             within, tables, step = called_within(optimizer), tables_of(optimizer), own_step(optimizer)
-            own: list[Any] = [(name, [*table], list(map(id, table.values()))) for name, table in tables.items()]
+            own: list[object] = [(name, [*table], list(map(id, table.values()))) for name, table in tables.items()]
             own.append(id(getattr(step, "__func__", step)))
             sent = self._sent.setdefault(optimizer, own)
             before, packed = self._changed.get(optimizer, (None, None))
@@ -146,7 +146,7 @@ class StepHooks:
             yield (STEP_HOOKS, catalog.token_of(optimizer)), packed
 
 
-def _with(tables: Mapping[str, Mapping[int, Any]], within: str) -> dict[str, dict[int, Any]]:
+def _with(tables: Mapping[str, Mapping[int, object]], within: str) -> dict[str, dict[int, Any]]:
     found = {name: dict(table) for name, table in tables.items()}
     if within:
         found[_TABLES[0]] = {-1: _Refusing(within), **found[_TABLES[0]]}

@@ -243,7 +243,7 @@ class Executor:
     def call(
         self,
         run: FunctionRun,
-        load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Iterable[Any], set[int]]],
+        load: Callable[[], tuple[Callable[..., Any], tuple[object, ...], dict[str, Any], Iterable[object], set[int]]],
         seed: int,
         *,
         rested: bool,
@@ -277,7 +277,7 @@ class Executor:
             self._stepped = self.steps.stepped
             return result
 
-    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         self._left.begin()
         try:
             with self.steps, self._made:
@@ -298,7 +298,7 @@ class Executor:
         self._copies.lookups.rows.forget(numbers)
         self._copies.release(numbers)
 
-    def _variables(self, captured: Iterable[Any]) -> Iterator[int]:
+    def _variables(self, captured: Iterable[object]) -> Iterator[int]:
         for value in captured:
             if isinstance(value, nn.Module):
                 yield from self._copies.numbers_under(value)
@@ -337,7 +337,7 @@ class _Seeded:
             torch.default_generator.set_state(self._before)
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     try:
         return fn(*args, **kwargs)
     except StopIteration as end:

@@ -185,7 +185,7 @@ def _vector_norm(x: object, ord: object = 2, dim: object = None, *rest: object, 
     return torch.linalg.vector_norm(x, ord, dim, *rest, **kwargs)
 
 
-def _foreach_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _foreach_norm(tensors: Any, *args: object, **kwargs: object) -> Any:
     return [_vector_norm(one, *args, **kwargs) for one in tensors]
 
 
@@ -200,7 +200,7 @@ def _clamp_(x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
     return x.clamp_(min, max)
 
 
-def _unscale_(gradients: Iterable[Any], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+def _unscale_(gradients: Iterable[object], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     _torch_private.unscale_(
         [_values(one) if type(one) is RowGradient else one for one in gradients], found_inf, inverse
     )

@@ -178,7 +178,7 @@ def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None])
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def told(self: Any, *args: object, **kwargs: object) -> Any:
+    def told(self: object, *args: object, **kwargs: object) -> Any:
         if _here.left is not None:
             tell(self, _here.left)
         return method(self, *args, **kwargs)
@@ -259,7 +259,7 @@ class RemoteSteps:
         _here.before = _here.left = None
         self._last_hooks.clear()
 
-    def watch(self, captured: Iterable[Any]) -> None:
+    def watch(self, captured: Iterable[object]) -> None:
         """What the function that begins is seen to reach."""
         self._forget_states()
         self._watched = [value for value in captured if isinstance(value, Optimizer)]

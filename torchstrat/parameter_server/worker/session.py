@@ -71,7 +71,7 @@ class Settings:
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
-        made: dict[Any, _Group] = {}
+        made: dict[object, _Group] = {}
         for number, groups in options.items():
             if self._world.knows(("helper", number)):
                 optimizer = self._optimizers[number] = self._world.resolve(("helper", number))
@@ -193,7 +193,7 @@ class Settings:
             if token[0] == "helper":
                 self._forget(token[1])
 
-    def surround(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def surround(self, fn: Callable[..., object]) -> Callable[..., Any]:
         """``fn`` within the blocks (``torch.no_grad()``, autocast) that the coordinator has scheduled it in."""
         surroundings = self._surroundings
         if surroundings == AS_A_THREAD_BEGINS:
@@ -242,7 +242,7 @@ class Settings:
                 self._warn("rate", f"{name} of group {place} of {type(optimizer).__name__} from {was!r} to {now!r}")
         groups[:] = [own.put_back() for own in kept]
 
-    def _put_back_attributes(self, optimizer: Optimizer, kept: dict[str, Any]) -> None:
+    def _put_back_attributes(self, optimizer: Optimizer, kept: dict[str, object]) -> None:
         now = fixed_attributes(optimizer)
         if now == kept:
             return
@@ -271,7 +271,7 @@ def _made(make: Callable[[Any], Any], members: Mapping[str, Any]) -> dict[str, A
     return {name: None if one is None else make(one) for name, one in members.items()}
 
 
-def _fill(members: dict[str, Any], now: Mapping[str, Any]) -> None:
+def _fill(members: dict[str, Any], now: Mapping[str, object]) -> None:
     members.clear()
     members.update(now)
 
@@ -288,7 +288,7 @@ class _Group:
         """What a function can write to without putting another object there: copies of it are in force."""
         self.put_back()
 
-    def is_as_scheduled(self, group: Mapping[str, Any]) -> bool:
+    def is_as_scheduled(self, group: Mapping[str, object]) -> bool:
         if group is not self.group or len(group) != len(self._values) + 1:  # load_state_dict() makes new ones
             return False
         for name, value in self._fixed.items():
@@ -296,7 +296,7 @@ class _Group:
                 return False
         return len(group["params"]) == len(self._params) and not (self._written and self.changes(group))
 
-    def changes(self, group: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    def changes(self, group: Mapping[str, object]) -> list[tuple[str, Any, Any]]:
         """Name, value as scheduled, and value now."""
         now = {name: group.get(name) for name in self._values}
         return [(name, was, now[name]) for name, was in self._values.items() if not are_equal(was, now[name])]

@@ -385,7 +385,7 @@ class TableParameter(WatchedParameter):
         return super().register_hook(with_rows)  # type: ignore[no-untyped-call]
 
 
-def _lists_written_to(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+def _lists_written_to(func: Any, args: tuple[object, ...]) -> list[torch.Tensor]:
     """The tensors of lists that an operator writes to."""
     if not schema_of(func).is_mutable:
         return []
@@ -409,7 +409,7 @@ def _with_tables(value: object, used: Mapping[int, TableParameter]) -> Any:
     return type(value)(_with_tables(one, used) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: Any, **___: Any) -> Any:
+def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: object, **___: object) -> Any:
     for one, gradient in zip([inputs] if isinstance(inputs, torch.Tensor) else inputs, result, strict=True):
         if isinstance(one, TableParameter):
             as_rows(gradient, one)

@@ -34,7 +34,7 @@ def wait() -> None:
         _thread.join()
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
     """``function`` as one that ``torch.compile`` leaves alone. Waits for the import."""
     wait()
     return torch.compiler.disable(function)  # type: ignore[no-any-return]

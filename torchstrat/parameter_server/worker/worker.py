@@ -129,7 +129,7 @@ class FunctionThread(concurrent.futures.Executor):
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
         """Raises `RuntimeError` after `shutdown`."""
         future: Future[Any] = Future()
         with self._lock:

@@ -183,12 +183,12 @@ class CentralState:
 
     def _layout(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> dict[int, dict[str, tuple[Any, Any]]]:
         """By parameter and entry: where it is, or of what kind it has to be, or the value itself."""
-        layout: dict[int, dict[str, tuple[Any, Any]]] = {}
+        layout: dict[int, dict[str, tuple[object, object]]] = {}
         for index, tensor in enumerate(tensors):
             entries = self.entries(optimizer, tensor)
             for name, value in (optimizer.state.get(tensor) or {}).items():
                 if name in entries and entries[name].is_kept(value):
-                    told: tuple[Any, Any] = (_KEPT, None)
+                    told: tuple[object, object] = (_KEPT, None)
                 else:
                     if self._copies is not None and isinstance(value, torch.Tensor):
                         value = self._copies.on_host(value)
@@ -202,7 +202,7 @@ class CentralState:
     def settle(self, world: Communicator, optimizer: Optimizer, made: Sequence[Made], call: str) -> None:
         """Put what ranks have made of their parts together. All ranks call it, also those that have made nothing."""
         tensors = tensors_of(optimizer)
-        own: dict[tuple[int, str], tuple[Any, Any]] = {}
+        own: dict[tuple[int, str], tuple[object, object]] = {}
         for part, name, value in made:
             tensor = tensors[part.number]
             if _is_slice(part, value, tensor):
@@ -210,7 +210,7 @@ class CentralState:
             elif part.start == 0:
                 kind = _kind_like(value, tensor)
                 own[part.number, name] = kind, None if kind else value
-        told: dict[tuple[int, str], tuple[Any, Any]] = {}
+        told: dict[tuple[int, str], tuple[Any, object]] = {}
         for one in world.all_gather_object(own, call):
             told = {**one, **told}
         told = {key: told[key] for key in sorted(told)}

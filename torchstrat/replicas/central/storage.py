@@ -145,7 +145,7 @@ def is_sparse(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout != torch.strided
 
 
-def _on_host(values: dict[str, Any], copies: DeviceCopies) -> dict[str, Any]:
+def _on_host(values: dict[str, object], copies: DeviceCopies) -> dict[str, Any]:
     return {n: copies.on_host(value) if isinstance(value, torch.Tensor) else value for n, value in values.items()}
 
 

@@ -280,7 +280,7 @@ class _HooksOfStep:
         self._first = 0
         self._parked: dict[int, list[tuple[dict[int, Any], int, Any]]] = {}
 
-    def begin(self, modules: list[Any]) -> None:
+    def begin(self, modules: list[object]) -> None:
         """``modules``: and data classes, which have no hooks."""
         self._modules, self._first, self._parked = modules, next_hook_id(), {}
 
@@ -330,7 +330,7 @@ def _look_at(module: object, attributes: _Attributes) -> tuple[list[str], list[A
     """The names of attributes that a step may change in place, and the data classes among them, which are kept apart as
     modules are: so they stay the objects that they are to whoever else holds them. Torch's own modules change none."""
     names: list[str] = []
-    data: list[Any] = []
+    data: list[object] = []
     if _is_of_torch(type(module)):
         return names, data
     for name, value in attributes.items():
@@ -345,7 +345,7 @@ def _look_at(module: object, attributes: _Attributes) -> tuple[list[str], list[A
 _COPIED, _DATA = "copied", "data"
 
 
-def _find_role(kind: type[Any]) -> str | None:
+def _find_role(kind: type[object]) -> str | None:
     if kind is tuple or is_container(kind) or issubclass(kind, torch.Tensor):
         return _COPIED
     has_attributes = kind.__dictoffset__ and kind.__weakrefoffset__
@@ -397,7 +397,7 @@ class ComponentHelpers:
         self._vectors: Container[int] = ()
         self._settings: dict[int, list[dict[str, Any]]] = {}  # of those that step, from before
 
-    def begin(self, helpers: list[Any], replicas: list[int], vectors: Container[int] = ()) -> None:
+    def begin(self, helpers: list[object], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``vectors``: the ``id`` of tensors that are buffers, or share memory with variables, and change hands with
         these."""
         self._vectors = vectors
@@ -439,13 +439,13 @@ class ComponentHelpers:
         own = self.kept.peek(optimizer, owner).get(replica, {})
         return dict(own.get("state", optimizer.state))
 
-    def put_states(self, optimizer: Optimizer, states: dict[int, dict[Any, Any]]) -> None:
+    def put_states(self, optimizer: Optimizer, states: dict[int, dict[object, object]]) -> None:
         """Between runs: every replica finds its own."""
         assert self.kept is not None
         if states:
             self.kept.put(optimizer, 0, {replica: {"state": state} for replica, state in states.items()})
 
-    def _share_state(self, helper: object, own: dict[str, Any]) -> SharedState | None:
+    def _share_state(self, helper: object, own: dict[str, object]) -> SharedState | None:
         state = own.get("state")
         if not isinstance(helper, Optimizer) or not isinstance(state, dict):
             return None
@@ -534,7 +534,7 @@ class ComponentHelpers:
         self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
 
 
-def _without_settings(helper: object, attributes: dict[str, Any]) -> dict[str, Any]:
+def _without_settings(helper: object, attributes: dict[str, object]) -> dict[str, Any]:
     """What is a replica's own also after a round: an optimizer's hyperparameters are not, nor are plain values that
     others keep (see `optimizer_state.level` and `level_plain`, which do this between processes)."""
     if isinstance(helper, Optimizer):
@@ -543,7 +543,7 @@ def _without_settings(helper: object, attributes: dict[str, Any]) -> dict[str, A
 
 
 def _private(
-    attributes: dict[str, Any], shared: SharedState | None, vectors: Container[int], has: Container[str]
+    attributes: dict[str, object], shared: SharedState | None, vectors: Container[int], has: Container[str]
 ) -> dict[str, Any]:
     """A replica's own copy of a helper's attributes, but for those that it ``has``: containers and plain tensors
     copied, objects shared, and so are an optimizer's lists of parameters."""

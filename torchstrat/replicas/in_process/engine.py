@@ -62,7 +62,7 @@ from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 
 
-def _inputs_of(replica: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _inputs_of(replica: int, args: Sequence[object], kwargs: dict[str, object]) -> tuple[list[Any], dict[str, Any]]:
     return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 

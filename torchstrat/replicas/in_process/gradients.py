@@ -75,14 +75,14 @@ class InProcessCommunicator:
     def _meet(self, what: str, payload: object, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """``combine``: what all bring → what each gets."""
 
-        def meet(payloads: dict[int, Any]) -> dict[int, Any]:
+        def meet(payloads: dict[int, object]) -> dict[int, Any]:
             with OwnSettings():
                 return dict(zip(payloads, combine(list(payloads.values())), strict=True))
 
         assert self._baton is not None
         return self._baton.meet(what, payload, meet)
 
-    def _share(self, what: str, payload: object, combine: Callable[[list[Any]], Any]) -> Any:
+    def _share(self, what: str, payload: object, combine: Callable[[list[Any]], object]) -> Any:
         """The same where all get the same."""
         return self._meet(what, payload, lambda all_of: [combine(all_of)] * len(all_of))
 

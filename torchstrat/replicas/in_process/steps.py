@@ -210,7 +210,7 @@ class InProcessSteps:
             self._gradients.after_step(call.tensors)
         self._baton.unshield()
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
         """The first replica leads: the others evaluate the closure whenever its step does."""
         communicator = self._gradients.communicator
         noted = self._gradients.central()

@@ -97,7 +97,7 @@ class StateEdits:
         self._watched: dict[int, _Watched] = {}
         self._views: weakref.WeakKeyDictionary[Optimizer, LeaderView] = weakref.WeakKeyDictionary()
 
-    def begin(self, helpers: Iterable[Any]) -> None:
+    def begin(self, helpers: Iterable[object]) -> None:
         """A run begins; what the program did in between it did on all ranks."""
         self._watched = {}
         for helper in helpers:
@@ -172,7 +172,7 @@ class StateEdits:
     def level(self, communicator: Communicator, optimizer: Optimizer, places: list[int], call: str) -> None:
         """There the first rank's state becomes everyone's. All ranks call it."""
         tensors, state = stepped_by(optimizer), real_state(vars(optimizer).get("state"))
-        told: dict[int, Any] = {place: _copied(state.get(tensors[place])) for place in places}
+        told: dict[int, object] = {place: _copied(state.get(tensors[place])) for place in places}
         told = communicator.broadcast_object(told, 0, call)
         for place, entry in told.items() if communicator.rank else ():
             tensor = tensors[place]
@@ -198,7 +198,7 @@ def _copied(entry: object) -> Any:
     return entry.detach().clone() if isinstance(entry, torch.Tensor) else entry
 
 
-def _put(here: dict[Any, Any], told: dict[Any, Any], device: torch.device) -> None:
+def _put(here: dict[object, object], told: dict[object, object], device: torch.device) -> None:
     for name in [name for name in here if name not in told]:
         del here[name]
     for name, value in told.items():

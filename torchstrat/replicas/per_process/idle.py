@@ -426,7 +426,7 @@ def _put_attributes(registry: VariableRegistry, told: dict[tuple[int, str], _Tol
 
 def _belongings(registry: VariableRegistry) -> dict[str, Any]:
     """What each rank has for itself, by names that are the same on all: an attribute may refer to it."""
-    found: dict[str, Any] = {f"module {registry.number_of(module)}": module for module in registry.modules()}
+    found: dict[str, object] = {f"module {registry.number_of(module)}": module for module in registry.modules()}
     found.update(registry.named_tensors())
     found.update((f"buffer {name}", tensor) for name, tensor in _buffers(registry).items() if tensor is not None)
     return found

@@ -245,7 +245,7 @@ class ReplicatedSteps:
     def end_evaluation(self, call: StepCall) -> None:
         self._levels.level_edits(self._elsewhere(call.tensors), call.name)
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
         raise NotImplementedError("everyone steps with a closure of its own")
 
     def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -310,7 +310,7 @@ class PrimarySteps(ReplicatedSteps):
             for one, changed in zip(stepped, told, strict=False):
                 optimizer_state.put(vars(one), changed)
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
         """The owner leads: the others evaluate the closure whenever its step does."""
         self._settings = self._settings_of(call.optimizer)
         elsewhere = self._elsewhere(call.tensors)
@@ -413,7 +413,7 @@ class ShardedSteps(PrimarySteps):
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
         """Optimizers whose steps are shared out evaluate a closure once, at the start."""
         if not self._storage.shares(call.optimizer):
             return super().step_with_closure(call, evaluate)
@@ -452,7 +452,7 @@ class _LeadersGradients:
         """They are alike on all ranks now."""
         self._noted = NotedGradients(self._tensors)
 
-    def tell(self, order: tuple[str, Any]) -> None:
+    def tell(self, order: tuple[str, object]) -> None:
         """On the owner: send ``order``, and what has become of gradients since they were noted."""
         changed = [place for place, tensor in enumerate(self._tensors) if self._noted.has_changed(tensor)]
         self._communicator.broadcast_object((order, changed), OWNER, self._what)
@@ -460,7 +460,7 @@ class _LeadersGradients:
 
     def hear(self) -> tuple[str, Any]:
         """On the others."""
-        order: tuple[str, Any]
+        order: tuple[str, object]
         order, changed = self._communicator.broadcast_object(None, OWNER, self._what)
         self._level(changed)
         return order

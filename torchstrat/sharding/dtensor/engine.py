@@ -83,7 +83,7 @@ class _Hooks:
 class _PutTogether(_Hooks):
     """An object of its own: torch writes on it that it was registered."""
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
         if self._variables.is_inside:
             raise ContextError("state_dict() of a module whose parameters are cut was called in run; call it outside.")
         for name, parameter in _cut_members(module, self._variables).items():
@@ -94,7 +94,7 @@ class _PutTogether(_Hooks):
 
 class _OfModule(_Hooks):
     def take_apart(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+        self, module: nn.Module, state: dict[str, object], prefix: str, metadata: dict[str, object], *_: object
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ContextError(
@@ -287,7 +287,7 @@ class LogicalReplicas:
 
     # -- run --------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, object]) -> Any:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
         adopted = self.registry.adopt(fn, leaves)
         if adopted:
@@ -302,7 +302,7 @@ class LogicalReplicas:
             result = self._inner.run(fn, args, kwargs)
         return nest.map_structure(_put_together, result)
 
-    def _require_alike(self, leaves: Sequence[Any]) -> None:
+    def _require_alike(self, leaves: Sequence[object]) -> None:
         """A batch, or a random number, that differs between logical devices would make every sum over them wrong, and
         nothing would tell. Looked at is the beginning of each tensor: other rows differ there too."""
         own = [value for leaf in leaves for value in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
@@ -378,7 +378,7 @@ class LogicalReplicas:
     def all_gather(self, value: object, axis: int) -> Any:
         return self._inner.all_gather(nest.map_structure(_whole, value), axis)
 
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         whole_args, whole_kwargs = nest.map_structure(_whole, list(args)), nest.map_structure(_whole, kwargs)
         return self._inner.merge_call(fn, tuple(whole_args), whole_kwargs)
 

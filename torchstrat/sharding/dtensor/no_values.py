@@ -119,7 +119,7 @@ def _class_of(kind: type) -> type:
         return kind
 
     def torch_function(
-        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
     ) -> Any:
         with WithoutSubclasses():
             return _asked(func, args, kwargs or {})
@@ -136,7 +136,7 @@ def _class_of(kind: type) -> type:
     return made
 
 
-def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, object]) -> Any:
     first = args[0] if args else None
     note: Note | None = vars(first).get(NOTE) if isinstance(first, torch.Tensor) else None
     if note is not None and first is not None:
@@ -159,7 +159,7 @@ def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     raise _refused(getattr(func, "__name__", str(func)), known[0].what if known else "a variable")
 
 
-def _changes_nothing(func: object, first: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _changes_nothing(func: object, first: torch.Tensor, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """Whether it makes the tensor what it is, moves it to where it is, or writes its own values to it."""
     if func in _CASTS:
         return first.dtype == _CASTS[func]

@@ -80,7 +80,7 @@ def draw_first_values(module: nn.Module, places: dict[int, Place], devices: Logi
 
     Raises `InvalidArgumentError` if there is no such method, `UnsupportedError` if it does what is not known in pieces.
     """
-    reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
+    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         raise InvalidArgumentError(
             f"a {type(module).__name__} was made on meta and has no reset_parameters() to give its parameters values; "
@@ -126,7 +126,7 @@ class _InPieces(TorchDispatchMode):
         self.written.add(id(args[0]))
         return args[0]
 
-    def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Place) -> None:
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, object], place: Place) -> None:
         whole, axes = args[0], self._devices.axes
         if whole.ndim == 0:
             func(place.piece, *args[1:], **kwargs)

@@ -51,7 +51,7 @@ def _watched(kind: type) -> type:
 
     @uncompiled
     def of_stand_ins(
-        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
     ) -> Any:
         return apply(func, types, args, kwargs or {})
 
@@ -280,7 +280,7 @@ def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> No
     optimizer of nothing goes on in the place of this one."""
 
     def take_over(
-        stepped: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        stepped: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if args[0] is not stepped or not variables.cut_in(stepped):
             return None

@@ -144,7 +144,7 @@ class LaneBackward:
         retain_graph: bool | None = None,
         create_graph: bool = False,
         grad_variables: Any = None,
-        inputs: Any = None,
+        inputs: object = None,
     ) -> None:
         """As `torch.autograd.backward`; ``.grad`` of variables then holds the gradient combined over replicas."""
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

@@ -200,7 +200,7 @@ class Draws:
         self._lanes, self._edits, self._stream = lanes, edits, stream
         self._share, self._from_outside = share, from_outside
 
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any], plainly: Callable[[], Any]) -> Any:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any], plainly: Callable[[], object]) -> Any:
         """``plainly``: the call as any other is made."""
         generator = kwargs.get("generator")
         if generator is torch.default_generator:  # each replica's own, as where none is named
@@ -229,7 +229,7 @@ class Draws:
             "the step, where each replica gets a stream of its own, or draw with torch.rand(...) and compare."
         )
 
-    def _is_lane(self, args: Any, kwargs: Any) -> bool:
+    def _is_lane(self, args: Any, kwargs: object) -> bool:
         return any(self._lanes.is_lane_tensor(one) for one in nest.leaves((list(args), kwargs)))
 
     def _fill(self, func: Any, args: Any, kwargs: dict[str, Any], is_shared: bool) -> Any:
@@ -250,7 +250,7 @@ class Draws:
         with self._lanes.left("a random initialisation"):
             return func(*args, **kwargs)
 
-    def _by_generator(self, func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
+    def _by_generator(self, func: object, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
         """Drawn on the generator's device, as the numbers are that it is made for. From one that the step was given
         the replicas draw one after the other; one that the step has made is each replica's, at the same place."""
         if func in _BY_VALUES and self._is_lane(args, kwargs):

@@ -118,7 +118,7 @@ _LAYERS = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 def record_global_view(
     strategy: StrategyLike,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: Any,
     kwargs: Any,
     device: torch.device,
@@ -149,14 +149,14 @@ class _GlobalMode(RecordedMode):
         super().__init__(device, find, edits)
         self._stream = stream
 
-    def _call(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: object, types: object, args: object, kwargs: dict[str, object]) -> Any:
         if is_draw(func):
             self._stream.seeded_in_step()
             if kwargs.get("generator") is not None:
                 return self._drawn(func, args, kwargs)
         return super()._call(func, types, args, kwargs)
 
-    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _drawn(self, func: object, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         drawn: torch.Tensor = on_host(func, args, kwargs).detach().to(self._device)
         if not is_fill(func):
             return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
@@ -494,7 +494,7 @@ class SpmdReplicas:
         return [one.cpu() if isinstance(one, torch.Tensor) else one for one in value.values]
 
 
-def _signature(fn: Callable[..., Any], passes: Sequence[Pass]) -> Signature:
+def _signature(fn: Callable[..., object], passes: Sequence[Pass]) -> Signature:
     inner = inspect.unwrap(fn)  # torch.no_grad() makes a wrapper of one place for all functions
     code = getattr(inner, "__code__", None)
     place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
@@ -514,5 +514,5 @@ def _of_a_lane(one: Pass) -> tuple[Any, Any]:
             else leaf
         )
 
-    shown: tuple[Any, Any] = nest.map_structure(show, (one.args, one.kwargs))
+    shown: tuple[object, object] = nest.map_structure(show, (one.args, one.kwargs))
     return shown

@@ -84,15 +84,15 @@ def join(values: Sequence[Any], ids: tuple[int, ...], info: BatchInfo | None) ->
     return PerReplica(tuple(values), replica_ids=ids, batch_info=info)
 
 
-def join_passes(results: Sequence[Any], replicas: Sequence[Sequence[int]]) -> Any:
+def join_passes(results: Sequence[object], replicas: Sequence[Sequence[int]]) -> Any:
     """What the passes of one run returned as what its replicas did. ``replicas``: of each pass."""
     return nest.map_structure(lambda leaf: _join_leaf(leaf, replicas), regroup(dict(enumerate(results))))
 
 
-def _join_leaf(leaf: Any, replicas: Sequence[Sequence[int]]) -> Any:
+def _join_leaf(leaf: object, replicas: Sequence[Sequence[int]]) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf  # the very same object in all passes
-    own: dict[int, Any] = {}
+    own: dict[int, object] = {}
     for ids, value in zip(replicas, leaf.values, strict=True):
         for replica in ids:
             own[replica] = value.component(replica) if isinstance(value, PerReplica) else value
@@ -194,7 +194,7 @@ class LanePlacement:
         columns = list(zip(*structures, strict=True))
         if not all(map(_is_even, columns)) or any(count == 0 for count in step.rows):
             return step, ()
-        placed: list[list[Any]] = [[] for _ in step.components]
+        placed: list[list[object]] = [[] for _ in step.components]
         for column in columns:
             for own, leaf in zip(placed, self._placed(column), strict=True):
                 own.append(leaf)
@@ -213,7 +213,7 @@ class LanePlacement:
         return placed[0]
 
 
-def _is_even(column: Sequence[Any]) -> bool:
+def _is_even(column: Sequence[object]) -> bool:
     first = column[0]
     if not isinstance(first, torch.Tensor):
         return not rows.is_array(first)
@@ -259,7 +259,7 @@ class Inputs:
 
     def passes(self) -> list[Pass]:
         """One pass, or one for each set of replicas whose batches have other shapes than the rest's."""
-        groups: dict[tuple[Any, ...], list[int]] = {}
+        groups: dict[tuple[object, ...], list[int]] = {}
         columns = [self._column(leaf) for leaf in nest.leaves(self._nest) if isinstance(leaf, DistributedValues)]
         for place, replica in enumerate(self._active):
             shapes = tuple(None if column is None else _shape_of(column[place]) for column in columns)
@@ -276,7 +276,7 @@ class Inputs:
         args, kwargs = nest.map_structure(lambda leaf: self._leaf(leaf, replicas), self._nest)
         return Pass(replicas, args, kwargs)
 
-    def _leaf(self, leaf: Any, replicas: tuple[int, ...]) -> Any:
+    def _leaf(self, leaf: object, replicas: tuple[int, ...]) -> Any:
         if not isinstance(leaf, DistributedValues):
             return self._feeder.share(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
@@ -301,7 +301,7 @@ class Inputs:
         return Stacked(self._feeder.stack(tensors))
 
 
-def _to_tensor(part: Any) -> torch.Tensor:
+def _to_tensor(part: object) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
         return part
     if isinstance(part, np.ndarray) and part.dtype.kind not in "biufc":
@@ -309,7 +309,7 @@ def _to_tensor(part: Any) -> torch.Tensor:
     return torch.as_tensor(part)
 
 
-def _shape_of(part: Any) -> Any:
+def _shape_of(part: object) -> Any:
     if isinstance(part, torch.Tensor):
         return part.dtype, tuple(part.shape)
     if nest.is_nested(part):
@@ -318,7 +318,7 @@ def _shape_of(part: Any) -> Any:
 
 
 def global_inputs(
-    args: Sequence[Any], kwargs: dict[str, Any], active: Sequence[int], feeder: Feeder
+    args: Sequence[object], kwargs: dict[str, object], active: Sequence[int], feeder: Feeder
 ) -> tuple[Any, Any]:
     """The arguments for a step that sees the global batch: the replicas' parts joined along their first dimension."""
 
@@ -343,5 +343,5 @@ def global_inputs(
         joined = torch.cat([tensor.cpu() for tensor in tensors], dim)
         return feeder.share(joined) if dim else feeder.rows(joined)
 
-    joined: tuple[Any, Any] = nest.map_structure(join, (list(args), kwargs))
+    joined: tuple[object, object] = nest.map_structure(join, (list(args), kwargs))
     return joined

@@ -173,7 +173,7 @@ def require_possible(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def named(error: Exception, func: object, args: object, kwargs: dict[str, Any], device: torch.device) -> Exception:
+def named(error: Exception, func: object, args: object, kwargs: dict[str, object], device: torch.device) -> Exception:
     """What ``func`` raised: the user's mistake as it is, and what only this strategy cannot do in its words.
 
     It is the user's where the same call fails without values, lanes and compiler.
@@ -203,7 +203,7 @@ def refused_program(error: Exception) -> Exception:
     )
 
 
-def _runs_plainly(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device, elsewhere: str) -> bool:
+def _runs_plainly(func: Any, args: Any, kwargs: dict[str, object], device: torch.device, elsewhere: str) -> bool:
     """On another device, where not every operation exists for shapes alone."""
     with leave_levels(), untouched_by_surroundings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -20,10 +20,10 @@ from torchstrat.sharding.tpu.limits import current_place
 def members(names: Iterable[str], *owners: object) -> frozenset[Any]:
     """What the ``owners`` (`torch`, `torch.Tensor` …) have under these names: functions, and for properties what gets
     their value. What this version of torch lacks is left out."""
-    found: set[Any] = set()
+    found: set[object] = set()
     for name in names:
         for owner in owners:
-            member: Any = getattr(owner, name, None)
+            member: object = getattr(owner, name, None)
             if callable(member):
                 found.add(member)
             elif hasattr(member, "__get__"):
@@ -152,13 +152,13 @@ class Pairs:
         self._views = views
         self.made: dict[int, weakref.ref[Tensor]] = {}
 
-    def note(self, func: Any, args: Any, result: Any) -> None:
+    def note(self, func: Any, args: Any, result: object) -> None:
         """``func(*args)`` was ``result``."""
         if func is _pair or (self.made and func in self._views and args and self._has(args[0])):
             for one in result if isinstance(result, list | tuple) else (result,):
                 self.made[id(one)] = weakref.ref(one)
 
-    def require_unedited(self, target: Any) -> None:
+    def require_unedited(self, target: object) -> None:
         """Raises `UnsupportedError` where an edit would be lost."""
         if self.made and self._has(target):
             raise UnsupportedError(
@@ -166,7 +166,7 @@ class Pairs:
                 f"{current_place()}). Write the tensor: z.copy_(torch.view_as_complex(pairs * 0.5))."
             )
 
-    def _has(self, value: Any) -> bool:
+    def _has(self, value: object) -> bool:
         reference = self.made.get(id(value))
         return reference is not None and reference() is value
 

@@ -52,7 +52,7 @@ class Alone:
     """In the place of `Passes`, for a run with one."""
 
     @staticmethod
-    def meet(call: str, payload: Any, combine: Combine) -> Any:
+    def meet(call: str, payload: object, combine: Combine) -> Any:
         return combine({FIRST: payload})[FIRST]
 
     @staticmethod
@@ -249,10 +249,10 @@ class Passes:
         self._helpers.end()
         self._settings.end()
 
-    def meet(self, call: str, payload: Any, combine: Combine) -> Any:
+    def meet(self, call: str, payload: object, combine: Combine) -> Any:
         """See `Baton.meet`."""
 
-        def then_agree(payloads: dict[int, Any]) -> dict[int, Any]:
+        def then_agree(payloads: dict[int, object]) -> dict[int, Any]:
             with explaining(current_place):
                 results = combine(payloads)
                 self._values.agree()
@@ -301,7 +301,7 @@ class Passes:
         loss = losses[0] if losses else None
         return with_closure(be_idle(make_stand_in(optimizer), loss), lambda: loss, args, kwargs)
 
-    def _lead(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    def _lead(self, optimizer: Optimizer, closure: Callable[[], object]) -> Any:
         """An evaluation that the first pass's step asks for: every pass makes it."""
         frame, self._in_progress.frame = self._in_progress.frame, None
         self._helpers.leave_step(optimizer)

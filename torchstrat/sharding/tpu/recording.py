@@ -160,7 +160,7 @@ class Recording:
         self._together = CrossLanes(self.lanes, weights)
         self._rewrites = Rewrites(self.mean_over_replicas, self.sum_over_replicas, logical_devices=logical_devices)
 
-    def record(self, fn: Callable[..., Any], one: Pass, device: torch.device) -> Any:
+    def record(self, fn: Callable[..., object], one: Pass, device: torch.device) -> Any:
         """Call ``fn`` for the pass's replicas; its result as `run` returns it, if there is no other pass."""
         lanes = self.lanes
         known = _known_objects(self._registry, one)
@@ -296,11 +296,11 @@ class Recording:
             payload = self.lanes.active, self._together.active(self.lanes.stacked(tensor))
             return self._for_all(self._meet(f"all_gather(axis={axis})", payload, combine))
 
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """See `ReplicaContext.merge_call`."""
         known = {id(tensor): tensor for tensor in self._registry.tensors()}
 
-        def combine(payloads: dict[int, tuple[tuple[int, ...], Any]]) -> dict[int, Any]:
+        def combine(payloads: dict[int, tuple[tuple[int, ...], object]]) -> dict[int, Any]:
             replicas, merged = zip(*payloads.values(), strict=True)
             merged_args, merged_kwargs = merged[0] if len(merged) == 1 else join_passes(merged, replicas)
             with enter(self._strategy, None):

@@ -70,7 +70,7 @@ _ALONE = members(_ALONE_NAMES, torch, torch.Tensor, F, torch.linalg)
 
 
 def lowered(
-    func: object, args: object, kwargs: dict[str, Any], device_type: str
+    func: object, args: object, kwargs: dict[str, object], device_type: str
 ) -> tuple[Any, dict[str, Any], bool] | None:
     """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
     for a function that autocast finds by itself.
@@ -146,7 +146,7 @@ class Layouts:
     def __init__(self) -> None:
         self._others: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def require_known(self, func: Any, args: Any) -> None:
+    def require_known(self, func: object, args: Any) -> None:
         """Raises `UnsupportedError` where ``func`` looks at memory that is not known."""
         if func not in _READS_MEMORY and func not in _CHANGES_MEMORY:
             return
@@ -162,7 +162,7 @@ class Layouts:
                 f"transposed, expanded or cut out of another. Call it on tensor.contiguous(), with strides to match."
             )
 
-    def note(self, func: Any, args: Any, result: Any) -> None:
+    def note(self, func: Any, args: Any, result: object) -> None:
         """``func(*args)`` was ``result``."""
         if func in _ORDER or not (func in _REARRANGE or (self._others and any(map(self._is_other, args)))):
             return
@@ -254,7 +254,7 @@ class RecordedMode(TorchFunctionMode):
                 return self._guarded(func, types, args, kwargs)
         return self._guarded(func, types, args, kwargs)
 
-    def _guarded(self, func: object, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _guarded(self, func: object, types: object, args: Any, kwargs: dict[str, object]) -> Any:
         if is_any_autocast_enabled():
             as_plainly = lowered(func, args, kwargs, self._device.type)
             if as_plainly is not None:
@@ -282,7 +282,7 @@ class RecordedMode(TorchFunctionMode):
         self._pairs.note(func, args, result)
         return result
 
-    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, types: object, args: Any, kwargs: dict[str, object]) -> Any:
         rewrite = self._find_rewrite(func)
         if rewrite is not None:
             return rewrite(*args, **kwargs)
@@ -354,7 +354,7 @@ class StepMode(RecordedMode):
         self._lanes.notes.add(result)
         return result
 
-    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, types: object, args: Any, kwargs: dict[str, object]) -> Any:
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
@@ -379,7 +379,7 @@ class StepMode(RecordedMode):
                 return made
             return self._lanes.hide(self._lanes.stacked(made.detach()).clone().requires_grad_())
 
-    def _plainly(self, func: object, types: object, args: object, kwargs: dict[str, Any]) -> Any:
+    def _plainly(self, func: object, types: object, args: object, kwargs: dict[str, object]) -> Any:
         return super()._call(func, types, args, kwargs)
 
     def _is_pending(self, value: object) -> bool:
@@ -454,7 +454,7 @@ class _OptimizerSteps(threading.local):
     def is_plain(self) -> bool:
         return bool(self.calls) and self.calls[-1]
 
-    def outside(self, closure: Callable[[], Any]) -> Any:
+    def outside(self, closure: Callable[[], object]) -> Any:
         """Code of the user's, which a step calls."""
         self.calls.append(False)
         try:
@@ -471,7 +471,7 @@ _steps = _OptimizerSteps()
 def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
     """In this block every `StepMode` knows when an optimizer steps on its thread; ``stepped`` is called after each."""
 
-    def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         require_possible(optimizer)
         closure = closure_of(args, kwargs)
         # What others do with a closure's loss, which differs from lane to lane, is not known.
@@ -512,7 +512,7 @@ def _redirected_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _backward_calls(target: Callable[..., Any]) -> Iterator[None]:
+def _backward_calls(target: Callable[..., object]) -> Iterator[None]:
     """In this block and thread ``torch.autograd.backward`` is ``target``. The name stays redirected once it has been;
     a call from anywhere else finds torch's own behind it."""
     if torch.autograd.backward is _original_backward:

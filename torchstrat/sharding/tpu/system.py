@@ -46,7 +46,7 @@ class RuntimeDevices:
 
     @classmethod
     def from_attributes(
-        cls, attributes: Sequence[Mapping[str, Any]], process_indices: Sequence[int], *, allow_missing: bool = False
+        cls, attributes: Sequence[Mapping[str, object]], process_indices: Sequence[int], *, allow_missing: bool = False
     ) -> RuntimeDevices:
         """Sort and check what the runtime says.
 
@@ -108,7 +108,7 @@ class _Devices:
         for position, device in enumerate(attributes):
             self._read(position, device, sliced)
 
-    def _read(self, position: int, device: Mapping[str, Any], sliced: bool) -> None:
+    def _read(self, position: int, device: Mapping[str, object], sliced: bool) -> None:
         name, coords, core = (device.get(key) for key in ("name", "coords", "core_on_chip"))
         number = re.search(r"\d+$", name) if isinstance(name, str) else None
         slice_index = device.get("slice_index") if sliced else 0

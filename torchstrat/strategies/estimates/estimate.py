@@ -118,7 +118,7 @@ class Forward:
     """``id`` of an embedding's weight → how many of its rows a step reads, at the most."""
 
 
-def run_without_values(model: nn.Module, batch: Any, parts: int) -> Forward:
+def run_without_values(model: nn.Module, batch: object, parts: int) -> Forward:
     """One of ``parts`` equal parts of ``batch``, the larger where they are uneven, through ``model``, which lives on
     ``torch.device("meta")``.
 
@@ -130,7 +130,7 @@ def run_without_values(model: nn.Module, batch: Any, parts: int) -> Forward:
     arguments = batch if isinstance(batch, tuple) else (batch,)
     arguments = nest.map_structure(lambda leaf: _part_of(leaf, parts), arguments)
     own = {_key(one) for one in (*model.parameters(), *model.buffers(), *nest.leaves(list(arguments)))}
-    kept: dict[Any, torch.UntypedStorage] = {}
+    kept: dict[object, torch.UntypedStorage] = {}
     rows: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def run_without_values(model: nn.Module, batch: Any, parts: int) -> Forward:
             kept[_key(tensor)] = tensor.untyped_storage()
         return tensor
 
-    def note_rows(module: Any, called_with: tuple[Any, ...]) -> None:
+    def note_rows(module: Any, called_with: tuple[object, ...]) -> None:
         weight: torch.Tensor = module.weight
         ids = next((one.numel() for one in called_with if isinstance(one, torch.Tensor)), 0)
         rows[id(weight)] = min(rows.get(id(weight), 0) + ids, len(weight))
@@ -159,11 +159,11 @@ def run_without_values(model: nn.Module, batch: Any, parts: int) -> Forward:
     return Forward(sum(storage.nbytes() for storage in kept.values()), rows)
 
 
-def _key(value: Any) -> Any:
+def _key(value: object) -> int | None:
     return address_of_storage(value) if isinstance(value, torch.Tensor) else None
 
 
-def _part_of(leaf: Any, parts: int) -> Any:
+def _part_of(leaf: object, parts: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape = (math.ceil(leaf.shape[0] / parts), *leaf.shape[1:]) if leaf.dim() else ()
@@ -187,7 +187,7 @@ class Program:
         self.sizes = Sizes.of(parameters, buffers, self.optimizers)
 
     @staticmethod
-    def built(build: Callable[[], Any], make_optimizer: MakeOptimizer | None) -> Program:
+    def built(build: Callable[[], object], make_optimizer: MakeOptimizer | None) -> Program:
         """What ``build`` makes. Raises `InvalidArgumentError` where it needs values, or makes no parameters."""
         registry = VariableRegistry()
         registry.open()
@@ -205,7 +205,7 @@ class Program:
             raise InvalidArgumentError(f"build made no parameters; it returned {type(made).__name__} {made!r:.60}.")
         return Program(registry, made, optimizer)
 
-    def forward(self, batch: Any, parts: int) -> Forward | None:
+    def forward(self, batch: object, parts: int) -> Forward | None:
         """One of ``parts`` equal parts of ``batch`` through the model; None where there is no batch."""
         if batch is None:
             return None
@@ -260,7 +260,7 @@ class _Tally:
 
 
 def rows_on_servers(
-    program: Program, ps: int, workers: int, partitioner: Partitioner | None, batch: Any
+    program: Program, ps: int, workers: int, partitioner: Partitioner | None, batch: object
 ) -> Iterator[Row]:
     """Of tables that travel by rows, as many rows as ``batch`` reads; none where there is no batch."""
     variables = CapturedVariables(
@@ -424,7 +424,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def estimate(
-    build: Callable[[], Any],
+    build: Callable[[], object],
     optimizer: str | Callable[[list[torch.Tensor]], Optimizer] | None = None,
     *,
     replicas: int = 2,
@@ -432,7 +432,7 @@ def estimate(
     ps: int | None = None,
     workers: int | None = None,
     partitioner: Partitioner | None = None,
-    batch: Any = None,
+    batch: object = None,
 ) -> Estimate:
     """Say how many bytes each device or process holds and sends under each strategy. Nothing is allocated::
 

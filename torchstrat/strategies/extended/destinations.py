@@ -43,7 +43,7 @@ Places = str | list[tuple[int, str]]
 """One device, or a device for each of several replicas."""
 
 
-def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: Any, destinations: Any) -> Any:
+def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: object, destinations: object) -> Any:
     """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
     op = ReduceOp.parse(reduce_op)
     places = _places(strategy, destinations)
@@ -57,7 +57,7 @@ def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: Any, destinatio
     return _put(value, places)
 
 
-def batch_reduce_to(strategy: ExtendedStrategy, reduce_op: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+def batch_reduce_to(strategy: ExtendedStrategy, reduce_op: Any, pairs: Sequence[tuple[object, object]]) -> list[Any]:
     """`reduce_to` for each ``(value, destinations)`` pair, in order."""
     op = ReduceOp.parse(reduce_op)
     if not pairs and strategy._wraps_values:
@@ -65,7 +65,7 @@ def batch_reduce_to(strategy: ExtendedStrategy, reduce_op: Any, pairs: Sequence[
     return [reduce_to(strategy, op, value, destinations) for value, destinations in pairs]
 
 
-def broadcast_to(strategy: ExtendedStrategy, tensor: Any, destinations: Any) -> Any:
+def broadcast_to(strategy: ExtendedStrategy, tensor: object, destinations: object) -> Any:
     """A copy of ``tensor`` at each destination. A Python number is everywhere already."""
     if isinstance(tensor, bool | int | float):
         return tensor
@@ -73,7 +73,7 @@ def broadcast_to(strategy: ExtendedStrategy, tensor: Any, destinations: Any) -> 
     return _put(tensor, places) if strategy._wraps_values else tensor
 
 
-def _put(value: Any, places: Places) -> Any:
+def _put(value: object, places: Places) -> Any:
     if isinstance(value, Variable):
         value = value.read_value()
     if isinstance(value, DistributedValues):
@@ -84,11 +84,11 @@ def _put(value: Any, places: Places) -> Any:
     return Mirrored(copies, replica_ids=tuple(replica for replica, _ in places))
 
 
-def _copy(value: Any, device: str) -> Any:
+def _copy(value: object, device: str) -> Any:
     return value.to(torch_device(device), copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _places(strategy: ExtendedStrategy, destinations: Any) -> Places:
+def _places(strategy: ExtendedStrategy, destinations: object) -> Places:
     if isinstance(destinations, str | torch.device):
         if destinations == "":
             raise InvalidArgumentError("destinations is an empty string; name a device, or pass a variable or a value.")

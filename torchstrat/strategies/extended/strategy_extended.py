@@ -40,8 +40,8 @@ def update(
     strategy: ExtendedStrategy,
     var: Any,
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     group: bool,
 ) -> Any:
     """Call ``fn`` for each component of ``var`` in cross-replica context; see `StrategyExtended.update`."""
@@ -60,7 +60,7 @@ def update(
 
 
 def update_non_slot(
-    strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     """Call ``fn`` where state that belongs to no single variable lives: once, or once per replica where mirrored."""
     if strategy._variable_placement is VariablePlacement.MIRRORED:
@@ -69,7 +69,7 @@ def update_non_slot(
 
 
 def _once(
-    strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     central = strategy._variable_placement is VariablePlacement.CENTRAL
 
@@ -85,7 +85,7 @@ def _once(
 
 
 def _for_each(
-    strategy: ExtendedStrategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
     replicas, results = engine_of(strategy).local_replicas, []
@@ -99,7 +99,7 @@ def _for_each(
     return grouped if group else _opened(strategy, grouped)
 
 
-def _group(leaves: tuple[Any, ...], replicas: tuple[int, ...]) -> Any:
+def _group(leaves: tuple[object, ...], replicas: tuple[int, ...]) -> Any:
     """One leaf of what the calls returned: the variable whose components these are, one object, or `Mirrored`."""
     first, container = leaves[0], container_of(leaves[0])
     if container is not None and all(map(operator.is_, leaves, components_of(container).values())):
@@ -109,7 +109,7 @@ def _group(leaves: tuple[Any, ...], replicas: tuple[int, ...]) -> Any:
     return Mirrored(leaves, replica_ids=replicas)
 
 
-def _opened(strategy: ExtendedStrategy, result: Any) -> Any:
+def _opened(strategy: ExtendedStrategy, result: object) -> Any:
     replicas = engine_of(strategy).local_replicas
     return nest.map_structure(lambda leaf: local_results(leaf, replicas), result)
 

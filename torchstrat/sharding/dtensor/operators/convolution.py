@@ -68,7 +68,7 @@ def with_neighbours(
     return local, rest
 
 
-def _padding(call: Call, padding: Any, windows: Sequence[tuple[int, int]]) -> list[Sides]:
+def _padding(call: Call, padding: object, windows: Sequence[tuple[int, int]]) -> list[Sides]:
     """``windows``: extent and stride of each spatial dimension."""
     if padding == "valid":
         return [(0, 0)] * len(windows)
@@ -84,8 +84,8 @@ def convolution(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    padding: object = 0,
+    dilation: object = 1,
     groups: int = 1,
 ) -> torch.Tensor:
     """``input``: ``([batch,] channels, …)``, ``weight``: ``(outputs, channels / groups, …)``."""
@@ -137,8 +137,8 @@ def average_pool(
     call: Call,
     input: torch.Tensor,
     kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
+    stride: object = None,
+    padding: object = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -156,10 +156,10 @@ def average_pool(
 def max_pool(
     call: Call,
     input: torch.Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
+    kernel_size: object,
+    stride: object = None,
+    padding: object = 0,
+    dilation: object = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> torch.Tensor:
@@ -176,7 +176,7 @@ def max_pool(
 class _Windows:
     """Of a pooling: size, stride and padding in each spatial dimension."""
 
-    def __init__(self, call: Call, kernel_size: Any, stride: Any, padding: Any) -> None:
+    def __init__(self, call: Call, kernel_size: Any, stride: Any, padding: object) -> None:
         spatial = int(call.name[-2])
         self.sizes = _each(kernel_size, spatial)
         self.steps = self.sizes if stride is None or stride in ([], ()) else _each(stride, spatial)

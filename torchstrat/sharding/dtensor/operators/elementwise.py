@@ -42,7 +42,7 @@ _CASTS = ("bfloat16", "bool", "clone", "contiguous", "double", "float", "half", 
 
 
 @rule(*UNARY, *BINARY)
-def elementwise(call: Call, *args: Any, **kwargs: Any) -> torch.Tensor:
+def elementwise(call: Call, *args: object, **kwargs: object) -> torch.Tensor:
     if kwargs.get("inplace"):
         raise call.refused("would change it in place with inplace=True; leave that out")
     if call.name == "where" and len(args) + len(kwargs) == 1:
@@ -64,13 +64,13 @@ _WITH_INPLACE = {
 """Functions of ``torch.nn.functional`` → the place of ``inplace`` among their arguments."""
 
 
-def _has_positional_inplace(call: Call, args: Sequence[Any]) -> bool:
+def _has_positional_inplace(call: Call, args: Sequence[object]) -> bool:
     place = _WITH_INPLACE.get(call.function)
     return place is not None and len(args) > place and args[place] is True
 
 
 @rule(*_CASTS)
-def cast(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def cast(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: object) -> torch.Tensor:
     """Of one tensor; of others, only dtype and device matter."""
     if not isinstance(tensor, torch.Tensor) or call.cut(tensor) == call.devices.axes.whole:
         others: list[Any] = [one.dtype if isinstance(one, torch.Tensor) else one for one in args]  # plain.type_as(cut)
@@ -91,12 +91,12 @@ def to(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     return call.leave(moved, call.cut(tensor))
 
 
-def over_elements(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+def over_elements(call: Call, args: Sequence[Any], kwargs: dict[str, object]) -> torch.Tensor:
     tensors = list(tensors_in((args, kwargs)))
     shape = torch.broadcast_shapes(*[shape_of(tensor) for tensor in tensors])
     cut = cut_of_result(call, tensors, shape)
 
-    def piece(value: Any) -> Any:
+    def piece(value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return aligned(call, value, shape, cut)
         return value
@@ -140,13 +140,13 @@ _OF_LISTS = {
 
 
 @rule(*_ELEMENTWISE, *_OPERATORS)
-def in_place(call: Call, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def in_place(call: Call, target: torch.Tensor, *args: Any, **kwargs: object) -> torch.Tensor:
     """The same function on the piece, and on pieces of the other arguments that go with it."""
     _require_writable(call, target, [*tensors_in((args, kwargs))])
     assert isinstance(target, CutTensor)
     shape, cut = shape_of(target), target._cut
 
-    def piece(value: Any) -> Any:
+    def piece(value: object) -> Any:
         return aligned(call, value, shape, cut) if isinstance(value, torch.Tensor) else value
 
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.T
 
 
 @rule(*_OF_LISTS)
-def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: object, **kwargs: object) -> Any:
     """``args``: lists as long as ``targets``, or one number or tensor for all of them."""
     function = _OF_LISTS[call.function]
     of_one = Call(function, call.devices)

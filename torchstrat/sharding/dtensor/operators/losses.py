@@ -41,7 +41,7 @@ def softmax(
 
 
 @rule("logsumexp")
-def logsumexp(call: Call, input: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+def logsumexp(call: Call, input: torch.Tensor, dim: object, keepdim: bool = False) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(input)))
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
@@ -63,9 +63,9 @@ def cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _require_classes(wanted: torch.Tensor, classes: int) -> None:
     functional.binary_cross_entropy_with_logits,
 )
 def by_elements(
-    call: Call, input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any
+    call: Call, input: torch.Tensor, target: torch.Tensor, *args: object, reduction: str = "mean", **kwargs: object
 ) -> torch.Tensor:
     if args or kwargs.pop("size_average", None) is not None or kwargs.pop("reduce", None) is not None:
         raise call.refused("takes its options by name, and reduction='mean', 'sum' or 'none'")

@@ -87,7 +87,7 @@ def extreme(call: Call, input: torch.Tensor, dim: Any = (), keepdim: bool = Fals
 
 
 @rule("max", "min")
-def all_of(call: Call, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def all_of(call: Call, input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Of all elements; of two tensors it is ``maximum`` or ``minimum``. With ``dim`` there are indices too."""
     if not args and not kwargs:
         of_extreme = Call(torch.amax if call.name == "max" else torch.amin, call.devices)
@@ -121,7 +121,7 @@ def variance(
 
 
 @rule("any", "all", "count_nonzero")
-def counts(call: Call, input: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+def counts(call: Call, input: torch.Tensor, dim: object = None, keepdim: bool = False) -> torch.Tensor:
     if isinstance(dim, list | tuple) and not dim:
         raise call.refused("over no dimension")
     dims = dims_of(dim, len(shape_of(input)))
@@ -137,7 +137,7 @@ def counts(call: Call, input: torch.Tensor, dim: Any = None, keepdim: bool = Fal
 
 @rule(torch.linalg.vector_norm)
 def vector_norm(
-    call: Call, x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    call: Call, x: torch.Tensor, ord: float = 2, dim: object = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(x)))
     axes, cut, local = axes_within(call, x, dims), cut_after(call, x, dims, keepdim), call.open(x)
@@ -158,7 +158,7 @@ def vector_norm(
 
 
 @rule(foreach_norm)
-def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
+def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: object = None) -> list[torch.Tensor]:
     """As clipping takes them of the gradients of all parameters."""
     found = []
     for tensor in tensors:

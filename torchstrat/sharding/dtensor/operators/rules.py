@@ -38,7 +38,7 @@ Outline = list[tuple[torch.Size, torch.dtype | None]]
 class AsPlain:
     """One call, before a rule is asked."""
 
-    def __init__(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, function: Any, args: Sequence[Any], kwargs: dict[str, object]) -> None:
         self._expected: Outline | None = None
         self._kind: Hashable = None
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
@@ -85,7 +85,7 @@ class AsPlain:
         return ""
 
 
-def _kind_of(value: Any) -> Hashable:
+def _kind_of(value: object) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, float | complex):
@@ -99,7 +99,7 @@ def _kind_of(value: Any) -> Hashable:
     return type(value), value  # 1 and True are equal
 
 
-def _on_meta(value: Any, is_autocast: bool) -> Any:
+def _on_meta(value: object, is_autocast: bool) -> Any:
     if isinstance(value, torch.Tensor):
         dtype = torch.float32 if is_autocast and value.dtype.is_floating_point else value.dtype
         return torch.empty(value.shape, dtype=dtype, device="meta")
@@ -112,7 +112,7 @@ def _on_meta(value: Any, is_autocast: bool) -> Any:
     return value
 
 
-def _outline(result: Any, is_autocast: bool) -> Outline:
+def _outline(result: object, is_autocast: bool) -> Outline:
     return [
         (one.shape, None if is_autocast and one.dtype.is_floating_point else one.dtype) for one in tensors_in(result)
     ]
@@ -211,7 +211,7 @@ class Call:
         return refused(self.name, why)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     name: str = getattr(function, "__name__", str(function))
     owner = getattr(function, "__self__", None)
     return f"Tensor.{getattr(owner, '__name__', '')}" if name in ("__get__", "__set__") else name
@@ -237,7 +237,7 @@ _OF_LEAVES = {**dict.fromkeys(getters("is_leaf"), True), **dict.fromkeys(getters
 """What a variable is to the program, although its stand-in is made of its piece."""
 
 
-def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, object]) -> Any:
     """What ``function`` is on tensors of which some are cut, of classes ``types``.
 
     Raises `UnsupportedError` if nobody knows.
@@ -282,7 +282,7 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
 CutTensor.apply = apply
 
 
-def with_stand_ins(value: Any) -> Any:
+def with_stand_ins(value: object) -> Any:
     """``value`` with a variable that is cut, wherever it is in there, as what a step sees of it."""
     if isinstance(value, torch.Tensor):
         stand_in = value.__dict__.get(STAND_IN)
@@ -298,7 +298,7 @@ def with_stand_ins(value: Any) -> Any:
     return value
 
 
-def _without_rule(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, object]) -> Any:
     if function == _GRADIENT_GET:
         return _gradient(args[0])
     if function == _GRADIENT_SET and args[0]._variable is not None:

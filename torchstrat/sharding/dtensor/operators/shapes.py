@@ -22,7 +22,7 @@ def _sizes(given: Sequence[Any]) -> list[int]:
 
 
 @rule("permute")
-def permute(call: Call, input: torch.Tensor, *dims: Any, **kwargs: Any) -> torch.Tensor:
+def permute(call: Call, input: torch.Tensor, *dims: object, **kwargs: object) -> torch.Tensor:
     order = [one_dim(dim, len(shape_of(input))) for dim in _sizes(dims or (kwargs["dims"],))]
     cut = tuple(None if dim is None else order.index(dim) for dim in call.cut(input))
     return call.leave(call.open(input).permute(order), cut)
@@ -48,7 +48,7 @@ def transposed(call: Call, input: torch.Tensor) -> torch.Tensor:
 
 
 @rule("reshape", "view")
-def reshape(call: Call, input: torch.Tensor, *shape: Any, **kwargs: Any) -> torch.Tensor:
+def reshape(call: Call, input: torch.Tensor, *shape: Any, **kwargs: object) -> torch.Tensor:
     sizes = _sizes(shape or (kwargs["shape"],))
     if not all(isinstance(size, int) for size in sizes):
         raise call.refused("to another dtype")
@@ -129,7 +129,7 @@ def squeeze(call: Call, input: torch.Tensor, dim: Any = None) -> torch.Tensor:
 
 
 @rule("expand")
-def expand(call: Call, input: torch.Tensor, *sizes: Any) -> torch.Tensor:
+def expand(call: Call, input: torch.Tensor, *sizes: object) -> torch.Tensor:
     old, new = shape_of(input), _sizes(sizes)
     offset = len(new) - len(old)
     whole = [size if size != -1 else old[dim - offset] for dim, size in enumerate(new)]
@@ -142,7 +142,7 @@ def expand(call: Call, input: torch.Tensor, *sizes: Any) -> torch.Tensor:
 
 
 @rule("chunk", "split")
-def parts_of(call: Call, input: torch.Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def parts_of(call: Call, input: torch.Tensor, *args: Any, dim: int = 0, **kwargs: object) -> tuple[torch.Tensor, ...]:
     if len(args) > 1:
         args, dim = args[:1], args[1]
     _require_whole(call, input, dim)

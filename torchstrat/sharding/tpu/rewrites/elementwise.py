@@ -22,7 +22,7 @@ _TENSOR: Any = torch.Tensor
 
 def functions() -> dict[Any, Callable[..., Tensor]]:
     """The function of PyTorch → its replacement."""
-    found: dict[Any, Callable[..., Tensor]] = {}
+    found: dict[object, Callable[..., Tensor]] = {}
     for name, base in (("log2", 2.0), ("log10", 10.0)):
         plain, stored = _logarithm(math.log(base)), getattr(torch.Tensor, f"{name}_")
         found |= {getattr(torch, name): plain, getattr(torch.Tensor, name): plain, stored: in_place(plain)}
@@ -65,7 +65,7 @@ def _logarithm(divisor: float) -> Callable[..., Tensor]:
     return logarithm
 
 
-def right_shift(input: Any, other: Any, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+def right_shift(input: object, other: Any, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
     """`torch.bitwise_right_shift`; this compiler shifts the sign away."""
     x = input if isinstance(input, Tensor) else torch.as_tensor(input, device=other.device)
     if x.is_floating_point():

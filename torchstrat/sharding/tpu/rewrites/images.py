@@ -38,7 +38,7 @@ def convolutions() -> dict[Any, Callable[..., Tensor]]:
 def functions() -> dict[Any, Callable[..., Any]]:
     """The function of PyTorch → its replacement."""
     average: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
-    unpool: tuple[Any, ...] = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
+    unpool: tuple[object, ...] = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
     return {
         **{function: partial(_average, function, spatial) for spatial, function in enumerate(average, 1)},
         torch.avg_pool1d: partial(_average, F.avg_pool1d, 1),
@@ -86,10 +86,10 @@ def _convolution(
     w = weight.to(wide).unflatten(0, (groups, -1))  # (groups, outputs / groups, channels / groups, *kernel)
     y: Tensor | None = None
     for place in itertools.product(*map(range, kernel)):
-        window: list[Any] = [Ellipsis]
+        window: list[object] = [Ellipsis]
         for at, d, s, size in zip(place, dilations, strides, outputs, strict=True):
             window.append(slice(at * d, at * d + (size - 1) * s + 1, s))
-        here: tuple[Any, ...] = (*[slice(None)] * 3, *place)
+        here: tuple[object, ...] = (*[slice(None)] * 3, *place)
         term = torch.einsum("ngc...,goc->ngo...", x[tuple(window)], w[here])
         y = term if y is None else y + term
     assert y is not None

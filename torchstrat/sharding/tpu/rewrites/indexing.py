@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 def functions() -> dict[Any, Callable[..., Any]]:
     """The function of PyTorch → its replacement."""
-    found: dict[Any, Callable[..., Any]] = {}
+    found: dict[object, Callable[..., object]] = {}
     for name, replacement in (
         ("select_scatter", select_scatter),
         ("index_add", index_add),
@@ -246,7 +246,7 @@ def count_nonzero(input: Tensor, dim: Any = None) -> Tensor:  # noqa: A002 - tor
 def norm(
     input: Tensor,  # noqa: A002 - torch's name
     p: Any = "fro",
-    dim: Any = None,
+    dim: object = None,
     keepdim: bool = False,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,

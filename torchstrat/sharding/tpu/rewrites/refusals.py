@@ -24,7 +24,7 @@ _NAMES = """
 
 def functions() -> dict[Any, Callable[..., Any]]:
     """The function of PyTorch → what refuses it."""
-    found: dict[Any, Callable[..., Any]] = {}
+    found: dict[object, Callable[..., object]] = {}
     for name in _NAMES.split():
         for owner in (torch, torch.Tensor, torch.linalg, F):
             member = getattr(owner, name, None)
