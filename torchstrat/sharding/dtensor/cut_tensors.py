@@ -36,16 +36,16 @@ class CutTensor(DTensor):
 
     apply: ClassVar[Callable[[Any, Sequence[type], Sequence[Any], dict[str, Any]], Any]]
     """What a function is on such tensors; `operators.rules` puts it here."""
-    _devices: LogicalDevices
-    _cut: Cut
-    _whole_shape: torch.Size
-    _variable: torch.Tensor | None
+    devices: LogicalDevices
+    cut: Cut
+    whole_shape: torch.Size
+    variable: torch.Tensor | None
     """The parameter whose value it is in this step."""
     _is_shown: bool
     """Whether that has its memory now, for the backend to work on."""
     _is_value: bool
     """Whether its piece is the memory of a variable."""
-    _is_gradient: bool
+    is_gradient: bool
     """Whether its piece is the gradient of one."""
     _gradient: torch.Tensor | None
     """The gradient of a variable, where it is what the variable's ``grad`` is."""
@@ -67,10 +67,10 @@ class CutTensor(DTensor):
         """What PyTorch does by itself: add up the gradients of a tensor that was used twice, and the like."""
         if func is torch.ops.aten.add.Tensor and len(args) == 2 and not kwargs:
             one, other = args
-            if isinstance(one, CutTensor) and isinstance(other, CutTensor) and one._cut == other._cut:
-                return cut_tensor(local_of(one) + local_of(other), one._cut, one._devices)
+            if isinstance(one, CutTensor) and isinstance(other, CutTensor) and one.cut == other.cut:
+                return cut_tensor(local_of(one) + local_of(other), one.cut, one.devices)
         if func is torch.ops.aten.detach.default:
-            return cut_tensor(local_of(args[0]).detach(), args[0]._cut, args[0]._devices)
+            return cut_tensor(local_of(args[0]).detach(), args[0].cut, args[0].devices)
         raise refused(str(func))
 
     def to_local(self, **_: object) -> torch.Tensor:
@@ -104,7 +104,7 @@ class CutTensor(DTensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         with WithoutSubclasses():
             shape, dtype = tuple(self.shape), self.dtype
-        return f"CutTensor(shape={shape}, dtype={dtype}, piece={tuple(local_of(self).shape)}, cut={self._cut})"
+        return f"CutTensor(shape={shape}, dtype={dtype}, piece={tuple(local_of(self).shape)}, cut={self.cut})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise UnsupportedError(
@@ -129,7 +129,7 @@ def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTen
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """Of the whole tensor."""
     if isinstance(tensor, CutTensor):
-        return tensor._whole_shape
+        return tensor.whole_shape
     with WithoutSubclasses():
         return tensor.shape
 
@@ -165,7 +165,7 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: CutTensor) -> torch.Tensor:
-        ctx.cut, ctx.devices = tensor._cut, tensor._devices
+        ctx.cut, ctx.devices = tensor.cut, tensor.devices
         local = local_of(tensor)
         return local.view_as(local)
 
@@ -184,7 +184,7 @@ class _Close(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if isinstance(gradient, CutTensor) and gradient._cut == ctx.cut:
+        if isinstance(gradient, CutTensor) and gradient.cut == ctx.cut:
             return _moved(_Open, gradient), None, None
         # A hook or an autograd function of the user's has made it, whole or cut in another way.
         return enter(gradient, ctx.devices, ctx.cut, ()).clone(), None, None
@@ -284,14 +284,14 @@ def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
 
 
 def cut_of(tensor: torch.Tensor, devices: LogicalDevices) -> Cut:
-    return tensor._cut if isinstance(tensor, CutTensor) else devices.axes.whole
+    return tensor.cut if isinstance(tensor, CutTensor) else devices.axes.whole
 
 
 def enter(tensor: torch.Tensor, devices: LogicalDevices, wanted: Cut, varying: Axes) -> torch.Tensor:
     """This process's piece of ``tensor`` cut like ``wanted``, for a computation that varies along ``varying``."""
     axes, have = devices.axes, cut_of(tensor, devices)
     if isinstance(tensor, CutTensor):
-        if tensor._devices is not devices:
+        if tensor.devices is not devices:
             raise UnsupportedError("a tensor that is cut over logical devices belongs to the strategy that cut it.")
         local = _apply(_Open, tensor)
     elif isinstance(tensor, DTensor):
@@ -365,7 +365,7 @@ def recut(tensor: torch.Tensor, devices: LogicalDevices, cut: Cut) -> torch.Tens
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on every logical device, plain."""
-    return recut(tensor, tensor._devices, tensor._devices.axes.whole) if isinstance(tensor, CutTensor) else tensor
+    return recut(tensor, tensor.devices, tensor.devices.axes.whole) if isinstance(tensor, CutTensor) else tensor
 
 
 __all__ = ["added_up", "cut_of", "enter", "leave", "recut", "requires_grad", "spread", "whole", "with_edges"]

@@ -354,7 +354,7 @@ class LogicalReplicas:
         """How a tensor is cut, for `explain_sharding`. What nobody cut is whole."""
         shape = tuple(tensor.shape)
         if isinstance(tensor, CutTensor):
-            return ShardedEntry(shape, self.devices.axes.sharding_of(tensor._cut, len(shape)), tensor.dtype)
+            return ShardedEntry(shape, self.devices.axes.sharding_of(tensor.cut, len(shape)), tensor.dtype)
         if self.variables.is_variable(tensor):
             entry = self.variables.find(tensor)
             return ShardedEntry(shape if entry is None else entry.shape, self.variables.planned(tensor), tensor.dtype)

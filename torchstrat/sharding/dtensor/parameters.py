@@ -483,7 +483,7 @@ class CutVariables:
                 tensor = entry.reference()
                 if tensor is not None:
                     one: Any = leave(tensor, self._devices, entry.cut)
-                    one._variable, one._is_value = tensor, True
+                    one.variable, one.is_value = tensor, True
                     made[key] = one
         return made
 

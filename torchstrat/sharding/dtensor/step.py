@@ -74,7 +74,7 @@ def _out_of_sight(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
     hidden: list[tuple[Any, type]] = []
     try:
         for stand_in in stand_ins.values():
-            tensor: Any = stand_in._variable
+            tensor: Any = stand_in.variable
             hidden.append((tensor, type(tensor)))
             show(tensor, _no_memory_like(local_of(stand_in)))
             tensor._stand_in, tensor.__class__ = stand_in, _watched(type(tensor))  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def in_place(call: Call, target: torch.Tensor, *args: Any, **kwargs: object) -> 
     """The same function on the piece, and on pieces of the other arguments that go with it."""
     _require_writable(call, target, [*tensors_in((args, kwargs))])
     assert isinstance(target, CutTensor)
-    shape, cut = shape_of(target), target._cut
+    shape, cut = shape_of(target), target.cut
 
     def piece(value: object) -> Any:
         return aligned(call, value, shape, cut) if isinstance(value, torch.Tensor) else value
@@ -157,7 +157,7 @@ def in_place(call: Call, target: torch.Tensor, *args: Any, **kwargs: object) -> 
 def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
     if not isinstance(target, CutTensor):
         raise call.refused("would write it to one that is not; use what replicate_to_logical_devices returns")
-    if not (target._is_gradient or target._is_value):
+    if not (target.is_gradient or target.is_value):
         raise call.refused("would change it in place; write the result to a new tensor")
     if torch.is_grad_enabled() and any(requires_grad(one) for one in (target, *others)):
         raise call.refused("would change a variable as a part of what is differentiated; do it under torch.no_grad()")

@@ -245,9 +245,9 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     if len(types) > 1 or types[0] is not CutTensor:
         args, kwargs = with_stand_ins(args), with_stand_ins(kwargs)
     if function in METADATA:
-        if function is torch.Tensor.register_hook and args[0]._variable is not None:
+        if function is torch.Tensor.register_hook and args[0].variable is not None:
             raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
-        if function in _OF_LEAVES and args[0]._variable is not None:
+        if function in _OF_LEAVES and args[0].variable is not None:
             return _OF_LEAVES[function]
         with WithoutSubclasses():
             return function(*args, **kwargs)
@@ -261,7 +261,7 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
         raise refused(name_of(function))
     if is_inside_transform():
         raise refused(name_of(function), "in a transform of torch.func (vmap, grad, jacrev …)")
-    call = Call(function, first._devices)
+    call = Call(function, first.devices)
     as_plain = AsPlain(function, args, kwargs)
     call.devices.doing = call.name
     try:
@@ -301,9 +301,9 @@ def with_stand_ins(value: object) -> Any:
 def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, object]) -> Any:
     if function == _GRADIENT_GET:
         return _gradient(args[0])
-    if function == _GRADIENT_SET and args[0]._variable is not None:
+    if function == _GRADIENT_SET and args[0].variable is not None:
         with WithoutSubclasses():
-            args[0]._variable.grad = _as_piece(args[0], args[1])
+            args[0].variable.grad = _as_piece(args[0], args[1])
         return None
     name = name_of(function)
     if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
@@ -312,11 +312,11 @@ def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, objec
 
 
 def _gradient(tensor: CutTensor) -> torch.Tensor | None:
-    if tensor._variable is None:
+    if tensor.variable is None:
         with WithoutSubclasses():
             return tensor.grad if tensor.is_leaf or tensor.retains_grad else None  # compilers ask, and PyTorch warns
     with WithoutSubclasses():
-        gradient = tensor._variable.grad
+        gradient = tensor.variable.grad
     if gradient is None:
         return None
     if gradient.requires_grad:
@@ -343,9 +343,9 @@ def _as_piece(tensor: CutTensor, gradient: Any) -> Any:
             "Tensor.grad",
             f"of shape {tuple(shape_of(tensor))} was given a gradient of shape {tuple(shape_of(gradient))}",
         )
-    if cut_tensors.cut_of(gradient, tensor._devices) == tensor._cut:
+    if cut_tensors.cut_of(gradient, tensor.devices) == tensor.cut:
         return local_of(gradient)
-    return cut_tensors.enter(gradient.detach(), tensor._devices, tensor._cut, ()).clone()
+    return cut_tensors.enter(gradient.detach(), tensor.devices, tensor.cut, ()).clone()
 
 
 __all__ = [
