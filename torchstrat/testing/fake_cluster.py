@@ -90,7 +90,7 @@ class FakeCluster:
     def wait_until_lost(self, peer: Peer, timeout_seconds: float = 60.0) -> None:
         """Until every coordinator has taken in that this process is gone, or has given it up."""
         for membership in list(self._memberships):
-            membership._wait_until_lost(peer, timeout_seconds)
+            membership.wait_until_lost(peer, timeout_seconds)
         for strategy in self._strategies:
             if strategy._coordinator is not None:
                 strategy._coordinator._dispatcher._take_in()
@@ -134,7 +134,7 @@ class FakeCluster:
             self._services[task] = (endpoint, service)
             memberships = list(self._memberships)
         for membership in memberships:
-            membership._welcome(endpoint, service)
+            membership.welcome(endpoint, service)
         return endpoint.peer
 
     def _kill(self, task: Task) -> Peer:
@@ -145,16 +145,16 @@ class FakeCluster:
         service.close()
         return endpoint.peer
 
-    def _restart_servers(self) -> None:
+    def restart_servers(self) -> None:
         for index in sorted(self._killed_servers) if self._restarts_servers else ():
             self.start_server(index)
 
-    def _enter(self, membership: FakeMembership) -> list[tuple[Endpoint, Service]]:
+    def enter(self, membership: FakeMembership) -> list[tuple[Endpoint, Service]]:
         with self._lock:
             self._memberships.append(membership)
             return list(self._services.values())
 
-    def _leave(self, membership: FakeMembership, *, finished: bool) -> None:
+    def leave(self, membership: FakeMembership, *, finished: bool) -> None:
         with self._lock:
             if membership not in self._memberships:
                 return
@@ -177,10 +177,10 @@ class FakeMembership:
 
     def start(self, on_joined: OnJoined, on_lost: OnLost) -> None:
         self._on_joined, self._on_lost = on_joined, on_lost
-        for endpoint, service in self._cluster._enter(self):
-            self._welcome(endpoint, service)
+        for endpoint, service in self._cluster.enter(self):
+            self.welcome(endpoint, service)
 
-    def _welcome(self, endpoint: Endpoint, service: Service) -> None:
+    def welcome(self, endpoint: Endpoint, service: Service) -> None:
         status: Mapping[str, object] = service.status()
         endpoint.add_peer(self.endpoint.peer)
         service.coordinator_arrived(self.endpoint.peer)
@@ -203,13 +203,13 @@ class FakeMembership:
             self._told.add(peer.incarnation)
             self._changed.notify_all()
 
-    def _wait_until_lost(self, peer: Peer, timeout_seconds: float) -> None:
+    def wait_until_lost(self, peer: Peer, timeout_seconds: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: peer.incarnation in self._told, timeout_seconds):
                 raise CommunicationTimeoutError(f"{peer} was not lost within {timeout_seconds} s.")
 
     def wait_for(self, tasks: Iterable[Task], timeout_seconds: float) -> None:
-        self._cluster._restart_servers()
+        self._cluster.restart_servers()
         wanted = set(tasks)
         with self._changed:
             if not self._changed.wait_for(lambda: wanted <= self._joined, timeout_seconds):
@@ -226,5 +226,5 @@ class FakeMembership:
     def remove_task(self, task: Task) -> None: ...
 
     def close(self, *, finished: bool) -> None:
-        self._cluster._leave(self, finished=finished)
+        self._cluster.leave(self, finished=finished)
         self.endpoint.close()

@@ -75,52 +75,52 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
         self.timeout_seconds = timeout_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.deadline_seconds = deadline_seconds
-        self._changed = threading.Condition()  # guards all state of the network and of its endpoints
+        self.changed = threading.Condition()  # guards all state of the network and of its endpoints
         self._now = 0.0
-        self._endpoints: dict[str, FakeEndpoint] = {}
+        self.endpoints: dict[str, FakeEndpoint] = {}
         self._calls: set[_Call] = set()
-        self._holds: list[Hold] = []
+        self.holds: list[Hold] = []
         self._records: list[tuple[str, list[Message]]] = []
 
     def endpoint(self, task: Task) -> FakeEndpoint:
         """A process that starts as ``task``: a fresh incarnation at each call."""
         endpoint = FakeEndpoint(self, task)
-        with self._changed:
-            self._endpoints[endpoint.peer.incarnation] = endpoint
+        with self.changed:
+            self.endpoints[endpoint.peer.incarnation] = endpoint
         return endpoint
 
     def kill(self, peer: Peer) -> None:
         """End this process as SIGKILL does. Calls to and from it fail, what it still answers is lost, and those who
         watch it have been told when this returns."""
-        self._end(self._endpoint(peer), "the process has ended")
+        self.end(self._endpoint(peer), "the process has ended")
 
     def stop(self, peer: Peer) -> None:
         """Stop this process as SIGSTOP does: nothing reaches it or leaves it any more, and nobody is told yet."""
         endpoint = self._endpoint(peer)
-        with self._changed:
-            if endpoint._stopped_at is None:
-                endpoint._stopped_at = self._now
+        with self.changed:
+            if endpoint.stopped_at is None:
+                endpoint.stopped_at = self._now
 
     def resume(self, peer: Peer) -> None:
         """Let a stopped process go on: what waited is delivered."""
         endpoint = self._endpoint(peer)
-        with self._changed:
-            endpoint._stopped_at = None
-            self._changed.notify_all()
+        with self.changed:
+            endpoint.stopped_at = None
+            self.changed.notify_all()
 
     def hold(self, peer: Peer, method: str, when: When = "before") -> Hold:
         """Keep every call of ``method`` at ``peer`` from its handler (``before``), or its answer from the caller
         (``after``), until the hold is released."""
         hold = Hold(self, self._endpoint(peer).peer, method, when)
-        with self._changed:
-            self._holds.append(hold)
+        with self.changed:
+            self.holds.append(hold)
         return hold
 
     def record(self, method: str) -> list[Message]:
         """Copies of all calls of ``method`` from now on, as they are made, and of their results, as they leave: of a
         call that fails there is none."""
         messages: list[Message] = []
-        with self._changed:
+        with self.changed:
             self._records.append((method, messages))
         return messages
 
@@ -129,10 +129,10 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
         watch a process that was stopped for longer than the deadline, or that has removed them."""
         if not seconds >= 0:
             raise InvalidArgumentError(f"advance({seconds}): time only goes forward; give 0 or more seconds.")
-        with self._changed:
+        with self.changed:
             self._now += seconds
             late = [call for call in self._calls if call.due <= self._now]
-            news = [(endpoint, reason) for endpoint in self._endpoints.values() if (reason := self._silence(endpoint))]
+            news = [(endpoint, reason) for endpoint in self.endpoints.values() if (reason := self._silence(endpoint))]
         for call in late:
             call.fail(
                 PeerTimeoutError(
@@ -147,10 +147,10 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
 
     def close(self) -> None:
         """Close all endpoints and release all holds."""
-        with self._changed:
-            endpoints = list(self._endpoints.values())
-            self._holds.clear()
-            self._changed.notify_all()
+        with self.changed:
+            endpoints = list(self.endpoints.values())
+            self.holds.clear()
+            self.changed.notify_all()
         for endpoint in endpoints:
             endpoint.close()
 
@@ -158,16 +158,16 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
         self.close()
 
     def _endpoint(self, peer: Peer) -> FakeEndpoint:
-        endpoint = self._endpoints.get(peer.incarnation)
+        endpoint = self.endpoints.get(peer.incarnation)
         if endpoint is None:
-            known = ", ".join(str(other.peer) for other in self._endpoints.values()) or "none"
+            known = ", ".join(str(other.peer) for other in self.endpoints.values()) or "none"
             raise InvalidArgumentError(f"{peer} is no endpoint of this network; it has {known}.")
         return endpoint
 
     # The way of a call
 
-    def _begin(self, call: _Call) -> None:
-        with self._changed:
+    def begin(self, call: _Call) -> None:
+        with self.changed:
             call.due = self._now + call.seconds
             self._calls.add(call)
         call.future.add_done_callback(lambda _: self._forget(call))
@@ -177,14 +177,14 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
     def _deliver(self, call: _Call) -> None:
         if self._pass(call, "before"):
             copy = _copied(call.payload)
-            call.receiver._answerer.answer(
+            call.receiver.answerer.answer(
                 Incoming(call.sender.peer, call.method, copy), lambda answer: self._return(call, answer)
             )
 
     def _return(self, call: _Call, answer: Packed) -> None:
         self._note(call, "result", answer)
         # The thread of the handler is free as soon as it has answered, whatever becomes of the answer.
-        with self._changed:
+        with self.changed:
             is_open = self._is_open(call, "after")
         if is_open:
             self._arrive(call, answer)
@@ -204,46 +204,45 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
 
     def _pass(self, call: _Call, when: When) -> bool:
         """Wait while somebody is stopped or something is held. False if one of the two processes has ended."""
-        with self._changed:
-            for hold in self._holds:
-                if hold._matches(call, when):
-                    hold._reached += 1
-                    hold._caller = call.sender.peer
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_open(call, when))
+        with self.changed:
+            for hold in self.holds:
+                if hold.matches(call, when):
+                    hold.reach(call.sender.peer)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._is_open(call, when))
             return not self._is_over(call)
 
     def _is_open(self, call: _Call, when: When) -> bool:
-        is_stopped = call.receiver._stopped_at is not None or call.sender._stopped_at is not None
-        is_held = any(hold._matches(call, when) for hold in self._holds)
+        is_stopped = call.receiver.stopped_at is not None or call.sender.stopped_at is not None
+        is_held = any(hold.matches(call, when) for hold in self.holds)
         return self._is_over(call) or not (is_stopped or is_held)
 
     @staticmethod
     def _is_over(call: _Call) -> bool:
-        return call.receiver._ended is not None or call.sender._ended is not None
+        return call.receiver.ended is not None or call.sender.ended is not None
 
     def _forget(self, call: _Call) -> None:
-        with self._changed:
+        with self.changed:
             self._calls.discard(call)
 
     # Who is told what
 
-    def _end(self, endpoint: FakeEndpoint, why: str) -> None:
-        with self._changed:
-            if endpoint._ended is not None:
+    def end(self, endpoint: FakeEndpoint, why: str) -> None:
+        with self.changed:
+            if endpoint.ended is not None:
                 return
-            endpoint._ended = why
-            endpoint._watchers.clear()
-            others = [other for other in self._endpoints.values() if other is not endpoint]
-            self._changed.notify_all()
+            endpoint.ended = why
+            endpoint.watchers.clear()
+            others = [other for other in self.endpoints.values() if other is not endpoint]
+            self.changed.notify_all()
         peer = endpoint.peer
-        endpoint._waiting.close(CommunicationError(f"{peer}, the process that asked, is no more: {why}."))
+        endpoint.waiting.close(CommunicationError(f"{peer}, the process that asked, is no more: {why}."))
         for other in others:
-            other._waiting.fail(peer.incarnation, _gone(peer, why))
+            other.waiting.fail(peer.incarnation, _gone(peer, why))
         self._tell_watchers(peer, f"its connection broke: {why}")
 
     def _silence(self, endpoint: FakeEndpoint) -> str | None:
-        seconds = 0.0 if endpoint._stopped_at is None else self._now - endpoint._stopped_at
+        seconds = 0.0 if endpoint.stopped_at is None else self._now - endpoint.stopped_at
         if seconds <= self.deadline_seconds:
             return None
         return (
@@ -251,21 +250,21 @@ class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
         )
 
     def _tell_watchers(self, peer: Peer, reason: str) -> None:
-        with self._changed:
+        with self.changed:
             watchers = [
-                on_lost for other in self._endpoints.values() for on_lost in other._watchers.pop(peer.incarnation, ())
+                on_lost for other in self.endpoints.values() for on_lost in other.watchers.pop(peer.incarnation, ())
             ]
         for on_lost in watchers:
             on_lost(peer, reason)
 
     def _tell_the_removed(self) -> None:
-        with self._changed:
+        with self.changed:
             told = []
-            for endpoint in self._endpoints.values():
-                for watched in [self._endpoints[incarnation] for incarnation in endpoint._watchers]:
-                    refusal = watched._answerer.refusal(endpoint.peer, "a heartbeat")
+            for endpoint in self.endpoints.values():
+                for watched in [self.endpoints[incarnation] for incarnation in endpoint.watchers]:
+                    refusal = watched.answerer.refusal(endpoint.peer, "a heartbeat")
                     if refusal is not None:
-                        watchers = endpoint._watchers.pop(watched.peer.incarnation)
+                        watchers = endpoint.watchers.pop(watched.peer.incarnation)
                         told += [(on_lost, watched.peer) for on_lost in watchers]
         for on_lost, peer in told:
             on_lost(peer, f"{peer} has given this process up")
@@ -278,12 +277,12 @@ class FakeEndpoint:
         self._network = network
         incarnation = secrets.token_hex(8)
         self._peer = Peer(task, incarnation, f"fake://{task.job}/{task.index}/{incarnation}", "here", os.getpid())
-        self._answerer = Answerer(self._peer)
-        self._waiting = Waiting()
+        self.answerer = Answerer(self._peer)
+        self.waiting = Waiting()
         self._peers: set[str] = set()
-        self._watchers: dict[str, list[OnLost]] = {}
-        self._stopped_at: float | None = None
-        self._ended: str | None = None
+        self.watchers: dict[str, list[OnLost]] = {}
+        self.stopped_at: float | None = None
+        self.ended: str | None = None
 
     @property
     def peer(self) -> Peer:
@@ -291,17 +290,17 @@ class FakeEndpoint:
         return self._peer
 
     def serve(self, handlers: Mapping[str, Handler]) -> None:
-        self._answerer.serve(handlers)
+        self.answerer.serve(handlers)
 
     def add_peer(self, peer: Peer) -> None:
-        with self._network._changed:
+        with self._network.changed:
             self._peers.add(peer.incarnation)
 
     def remove_peer(self, peer: Peer, reason: str | None = None) -> None:
-        self._answerer.fence(peer.incarnation)
-        with self._network._changed:
-            self._watchers.pop(peer.incarnation, None)
-        self._waiting.fail_removed(peer, reason)
+        self.answerer.fence(peer.incarnation)
+        with self._network.changed:
+            self.watchers.pop(peer.incarnation, None)
+        self.waiting.fail_removed(peer, reason)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -326,23 +325,23 @@ class FakeEndpoint:
             raise InvalidArgumentError(
                 f"timeout_seconds={seconds} is no time to wait; use a positive number of seconds."
             )
-        future = self._waiting.add(to.incarnation)
+        future = self.waiting.add(to.incarnation)
         if future.done():
             return future
         try:
             packed = pack_request(payload, method)
             receiver = self._reach(to)
         except TorchstratError as error:
-            if self._waiting.claim(to.incarnation, future):  # else the peer's end has settled it in the meantime
+            if self.waiting.claim(to.incarnation, future):  # else the peer's end has settled it in the meantime
                 future.set_exception(error)
         else:
-            self._network._begin(_Call(self, receiver, to, method, packed, seconds, future))
+            self._network.begin(_Call(self, receiver, to, method, packed, seconds, future))
         return future
 
     def watch(self, peer: Peer, on_lost: OnLost, *, deadline_seconds: float | None = None) -> None:
         """As `Endpoint.watch`; ``on_lost`` runs on the thread that kills the peer, or lets the network's deadline pass,
         which is that of all."""
-        if self._answerer.is_fenced(peer.incarnation):
+        if self.answerer.is_fenced(peer.incarnation):
             return
         try:
             self._reach(peer)
@@ -351,21 +350,21 @@ class FakeEndpoint:
                 raise
             _in_thread("fake-lost", on_lost, peer, str(error))
             return
-        with self._network._changed:
-            self._watchers.setdefault(peer.incarnation, []).append(on_lost)
+        with self._network.changed:
+            self.watchers.setdefault(peer.incarnation, []).append(on_lost)
 
     def close(self) -> None:
-        self._network._end(self, "it has closed its endpoint")
+        self._network.end(self, "it has closed its endpoint")
 
     def _reach(self, peer: Peer) -> FakeEndpoint:
-        with self._network._changed:
+        with self._network.changed:
             if peer.incarnation not in self._peers:
                 raise PeerUnavailableError(f"{peer} is not known to {self._peer}; add_peer() it first.", peer)
-            receiver = self._network._endpoints.get(peer.incarnation)
+            receiver = self._network.endpoints.get(peer.incarnation)
         if receiver is None:
             raise _gone(peer, "no such process was ever started")
-        if receiver._ended is not None:
-            raise _gone(peer, receiver._ended)
+        if receiver.ended is not None:
+            raise _gone(peer, receiver.ended)
         return receiver
 
 
@@ -380,8 +379,8 @@ class Hold(contextlib.AbstractContextManager["Hold"]):
 
     def wait_until_reached(self, count: int = 1, *, timeout_seconds: float = 30.0) -> None:
         """Block until ``count`` calls are held, or have been. Raises `CommunicationTimeoutError` (real time)."""
-        with self._network._changed:
-            if not self._network._changed.wait_for(lambda: self._reached >= count, timeout_seconds):
+        with self._network.changed:
+            if not self._network.changed.wait_for(lambda: self._reached >= count, timeout_seconds):
                 raise CommunicationTimeoutError(
                     f"waited {timeout_seconds:g} s for {count} calls of {self._method!r} to reach {self._peer}; "
                     f"{self._reached} did."
@@ -390,22 +389,25 @@ class Hold(contextlib.AbstractContextManager["Hold"]):
     @property
     def caller(self) -> Peer:
         """Who made the call that was held last."""
-        with self._network._changed:
+        with self._network.changed:
             if self._caller is None:
                 raise InvalidArgumentError(f"no call of {self._method!r} has reached {self._peer} yet.")
             return self._caller
 
     def release(self) -> None:
         """Let them go on. May be called twice."""
-        with self._network._changed:
-            if self in self._network._holds:
-                self._network._holds.remove(self)
-            self._network._changed.notify_all()
+        with self._network.changed:
+            if self in self._network.holds:
+                self._network.holds.remove(self)
+            self._network.changed.notify_all()
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _matches(self, call: _Call, when: When) -> bool:
+    def reach(self, caller: Peer) -> None:
+        self._reached, self._caller = self._reached + 1, caller
+
+    def matches(self, call: _Call, when: When) -> bool:
         return (self._peer.incarnation, self._method, self._when) == (call.to.incarnation, call.method, when)
 
 
@@ -426,11 +428,11 @@ class _Call:
         except BaseException as error:
             self.fail(error)
         else:
-            if self.sender._waiting.claim(self.to.incarnation, self.future):
+            if self.sender.waiting.claim(self.to.incarnation, self.future):
                 self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if self.sender._waiting.claim(self.to.incarnation, self.future):
+        if self.sender.waiting.claim(self.to.incarnation, self.future):
             self.future.set_exception(error)
 
 
