@@ -151,7 +151,7 @@ FAULTS = [
     ),
     PlantedFault(
         "optimizers keep the hooks of earlier strategies",
-        _off(StepsOutside, "_let_go"),
+        _off(StepsOutside, "let_go"),
         cells_at("strategies", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(

@@ -438,7 +438,7 @@ def late() -> Iterator[Late]:
 
 @pytest.fixture(autouse=True)
 def without_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrivals, "_compiles", False)
+    monkeypatch.setattr(Arrivals, "compiles", False)
 
 
 ASKED = {

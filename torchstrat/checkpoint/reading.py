@@ -251,8 +251,8 @@ class StoredFolder:
 
     def read(self, wanted: Sequence[tuple[Piece, int | None]]) -> list[Any]:
         """See the function `read`."""
-        results = [self._new(*one) for one in wanted]
-        for name, readings in self._readings(wanted, results).items():
+        results = [self.new(*one) for one in wanted]
+        for name, readings in self.readings(wanted, results).items():
             with _errors_of(self.folder / name, readings), self._open(name) as stream:
                 call_all([partial(reading.read, stream, results) for reading in readings])
         return results
@@ -262,7 +262,7 @@ class StoredFolder:
         results: list[Any] = [None] * len(wanted)
         streams: dict[str, BinaryIO] = {}
         try:
-            for name, readings in self._readings(wanted, results).items():
+            for name, readings in self.readings(wanted, results).items():
                 with _errors_of(self.folder / name, readings):
                     streams[name] = self._open(name)
                     call_all([partial(reading.check, streams[name], results) for reading in readings])
@@ -286,7 +286,7 @@ class StoredFolder:
             return piece.start, piece.start + rows
         return 0, shape[0] if shape else 1
 
-    def _new(self, piece: Piece, rows: int | None) -> torch.Tensor | None:
+    def new(self, piece: Piece, rows: int | None) -> torch.Tensor | None:
         """Takes the numbers of a tensor; None for another value."""
         shape, dtype = self.shape(piece.key), self.dtype(piece.key)
         if shape is None:
@@ -294,7 +294,7 @@ class StoredFolder:
         first, stop = self._span(piece, rows)
         return torch.empty((stop - first, *shape[1:]) if shape else (), dtype=dtype, device="cpu")
 
-    def _readings(
+    def readings(
         self, wanted: Sequence[tuple[Piece, int | None]], targets: Sequence[torch.Tensor | None]
     ) -> dict[str, list[EntryReading]]:
         """By file, in the order of the entries. Where a target is None, nothing is taken from a block."""
@@ -358,13 +358,13 @@ class _Checked:
         self._close = weakref.finalize(self, _close, streams)
 
     def fits(self, number: int, tensor: torch.Tensor) -> bool:
-        return _fits(self._stored._new(*self._wanted[number]), tensor)
+        return _fits(self._stored.new(*self._wanted[number]), tensor)
 
     def take(self, into: Sequence[torch.Tensor | None]) -> list[Any]:
         targets = [
-            self._stored._new(*one) if given is None else given for one, given in zip(self._wanted, into, strict=True)
+            self._stored.new(*one) if given is None else given for one, given in zip(self._wanted, into, strict=True)
         ]
-        for name, readings in self._stored._readings(self._wanted, targets).items():
+        for name, readings in self._stored.readings(self._wanted, targets).items():
             with _errors_of(self._stored.folder / name, readings):
                 call_all([partial(reading.fill, self._streams[name]) for reading in readings])
         return [value if target is None else target for value, target in zip(self._values, targets, strict=True)]

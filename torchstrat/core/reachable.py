@@ -97,7 +97,7 @@ class Start:
 
     def __init__(self, fn: Callable[..., Any] | None, arguments: Iterable[Any]) -> None:
         self._objects = [one for one in (*_from_callable(fn), *arguments) if not _is_atom(type(one))]
-        self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
+        self.references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
         self.is_closed = True
         self._named = list(self._objects)
         known: set[int] = set()
@@ -112,14 +112,14 @@ class Start:
             named = [each for each in _from_function(one) if not _is_atom(type(each)) and id(each) not in known]
             known.update(map(id, named))
             self._named += named
-        self._ids = [id(one) for one in self._named if not _is_data(one)]
+        self.ids = [id(one) for one in self._named if not _is_data(one)]
 
     def is_same(self, earlier: Start) -> bool:
         """Whether it starts from the very same objects as one that has forgotten its objects."""
-        if self._ids != earlier._ids:
+        if self.ids != earlier.ids:
             return False
         # An id alone may have been given to another object since.
-        return all(reference is None or reference() is not None for reference in earlier._references)
+        return all(reference is None or reference() is not None for reference in earlier.references)
 
     def walk(self, *, again: bool = False) -> Reached:
         """What is reached. The nearest first, so that a step that reaches a whole data set still shows its model.
@@ -142,7 +142,7 @@ class Start:
 
     def forget_objects(self) -> None:
         """Keep only what `is_same` needs, which holds nothing alive."""
-        self._references = [_reference_to(one) for one in self._named if not _is_data(one)]
+        self.references = [_reference_to(one) for one in self._named if not _is_data(one)]
         self._objects, self._named = [], []
 
 

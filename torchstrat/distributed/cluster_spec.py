@@ -29,8 +29,8 @@ class ClusterSpec:
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Any]) -> None:
         if isinstance(cluster, ClusterSpec):
-            self._jobs: dict[str, dict[int, str]] = {job: dict(cluster._jobs[job]) for job in sorted(cluster._jobs)}
-        elif isinstance(cluster, Mapping):
+            cluster = dict(sorted(cluster.as_dict().items()))
+        if isinstance(cluster, Mapping):
             self._jobs = {_job_name(job): _tasks(job, tasks) for job, tasks in cluster.items()}
         else:
             raise WrongTypeError(
@@ -78,7 +78,7 @@ class ClusterSpec:
         return bool(self._jobs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterSpec) and self._jobs == other._jobs
+        return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
 
     __hash__ = None  # type: ignore[assignment]  # equality is by content, as for the dicts it is made of
 

@@ -27,20 +27,20 @@ class _HeldBack:
     set another one decides."""
 
     def __init__(self) -> None:
-        self._depth = 0  # of the main thread; no other is interrupted
+        self.depth = 0  # of the main thread; no other is interrupted
         self._has_come = False
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._depth == 0 and _current_handler(signal.SIGINT) is signal.default_int_handler:
+        if self.depth == 0 and _current_handler(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_interrupt)  # IPython puts Python's own back for every cell
-        self._depth += 1
+        self.depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._depth = max(self._depth - 1, 0)  # a second interrupt may have come in the middle of `let_through`
-            if self._depth == 0:
+            self.depth = max(self.depth - 1, 0)  # a second interrupt may have come in the middle of `let_through`
+            if self.depth == 0:
                 self.raise_what_has_come()
 
     def raise_what_has_come(self) -> None:
@@ -49,7 +49,7 @@ class _HeldBack:
             raise KeyboardInterrupt
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._depth and not self._has_come:
+        if self.depth and not self._has_come:
             self._has_come = True
         else:
             self._has_come = False
@@ -70,16 +70,16 @@ class _HeldBack:
 class _LetThrough:
     def __init__(self, held_back: _HeldBack) -> None:
         self._held_back = held_back
-        self._depth = 0
+        self.depth = 0
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._held_back.raise_what_has_come()
-            self._depth, self._held_back._depth = self._held_back._depth, 0
+            self.depth, self._held_back.depth = self._held_back.depth, 0
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._held_back._depth = self._depth
+            self._held_back.depth = self.depth
 
 
 held_back = _HeldBack()

@@ -56,7 +56,7 @@ def _combined_by_weight(engine: Any, op: ReduceOp, gradients: tuple[torch.Tensor
         sent: Sequence[torch.Tensor] = [torch.zeros_like(gradient) for gradient in gradients]
     else:
         sent = gradients if weight == 1.0 else [gradient * weight for gradient in gradients]
-    combined: list[torch.Tensor] = list(AllReduce.apply(engine._exchange_all_reduce, op, *sent))  # type: ignore[no-untyped-call]
+    combined: list[torch.Tensor] = list(AllReduce.apply(engine.exchange_all_reduce, op, *sent))  # type: ignore[no-untyped-call]
     if weight == 1.0:
         return combined
     # Of weight 0 it has no share in the gradient, whatever arrives.

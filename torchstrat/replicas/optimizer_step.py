@@ -424,7 +424,7 @@ class StepsOutside:
                     continue  # a wrapper that does without torch's constructor: what it wraps is watched
                 earlier = self._watchers.get(optimizer)
                 if earlier is not None and (other := earlier()) is not None:
-                    other._let_go(optimizer)  # its hooks would keep a strategy that the program has dropped
+                    other.let_go(optimizer)  # its hooks would keep a strategy that the program has dropped
                 self._watchers[optimizer] = weakref.ref(self)
                 self._handles[optimizer] = handles = [
                     optimizer.register_step_pre_hook(before_step(self._before)),
@@ -455,9 +455,9 @@ class StepsOutside:
         self._keeps_state = True
         remove_clipping_hook(id(self))
         for optimizer in list(self._handles):
-            self._let_go(optimizer)
+            self.let_go(optimizer)
 
-    def _let_go(self, optimizer: Optimizer) -> None:
+    def let_go(self, optimizer: Optimizer) -> None:
         for handle in self._handles.pop(optimizer, ()):
             handle.remove()
 

@@ -47,7 +47,7 @@ class DefaultGroup:
         self._excepthooks = excepthook_before, sys.excepthook
         self._is_ours = is_ours
         self._group = dist.group.WORLD
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.peers: Peers | None = None
         self.visits = StoreVisits(store)
         self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{name}")
@@ -65,7 +65,7 @@ class DefaultGroup:
         else:
             group = _found = _of_user(plan)
         if not is_passing:
-            group._users.add(user)
+            group.users.add(user)
         return group
 
     def new_prefix(self) -> str:
@@ -78,14 +78,14 @@ class DefaultGroup:
 
     def leave(self, user: Any) -> None:
         """Destroy the group if torchstrat made it and no other open strategy works on it."""
-        if user not in self._users:
+        if user not in self.users:
             return
-        self._users.discard(user)
+        self.users.discard(user)
         if not self._is_ours or not self.is_alive:
             return
-        if self._users:
+        if self.users:
             gc.collect()  # strategies refer to themselves: one that was dropped may still seem to be there
-        if not self._users:
+        if not self.users:
             dist.destroy_process_group()
             before, its = self._excepthooks
             if before is not None and sys.excepthook is its:

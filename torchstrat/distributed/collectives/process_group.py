@@ -218,19 +218,25 @@ class ProcessGroupCommunicator:
         family.closed = True
         family.board.post("closed its strategy")
         for communicator in (self, *self._subgroups.values()):
-            abandon(communicator._groups)
-            communicator._groups.clear()
+            communicator.abandon_groups()
         _destroy_abandoned()
         family.default.leave(self)
+
+    def abandon_groups(self) -> None:
+        abandon(self._groups)
+        self._groups.clear()
+
+    def destroy_groups(self) -> None:
+        self._group = self._device_group = None
+        while self._groups:
+            _destroy(self._groups.pop())
 
     def _let_go(self) -> None:
         """Hang up where others may wait for this rank, which will not come: they could not end before they are told."""
         for communicator in list(self._family.members):
             # What goes on there of its own would be waited for.
             if not communicator.channel.call and not communicator.channel.begun:
-                communicator._group = communicator._device_group = None
-                while communicator._groups:
-                    _destroy(communicator._groups.pop())
+                communicator.destroy_groups()
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -379,7 +385,7 @@ class ProcessGroupCommunicator:
         self._family.board.leaving = call
 
     def words(self, what: str) -> StoredWords:
-        return StoredWords(_WordsPlace(self, what), self.rank, self.size, self.timeout.total_seconds())
+        return StoredWords(_WordsPlace(self, self._family, what), self.rank, self.size, self.timeout.total_seconds())
 
     def ended(self) -> list[int]:
         """Places in this group of those whose processes have ended, as far as this one can tell."""
@@ -470,16 +476,14 @@ class ProcessGroupCommunicator:
 class _WordsPlace:
     """Where the words of one thing are left, and a channel of their own for who waits for them."""
 
-    def __init__(self, communicator: ProcessGroupCommunicator, what: str) -> None:
-        family = communicator._family
-        self._communicator, self._what = communicator, what
+    def __init__(self, communicator: ProcessGroupCommunicator, family: _Family, what: str) -> None:
+        self._communicator, self._family, self._what = communicator, family, what
         self._prefix = f"words/{next(family.words)}"
         name = f"{family.prefix}/{self._prefix}"
         self._channel = family.default.standstill.channel(self, name, communicator.ranks, family.prefix)
 
     def visit(self, call: Callable[[Any], T], otherwise: T) -> T:
-        board = self._communicator._family.board
-        return board.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise)
+        return self._family.board.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise)
 
     def told(self) -> None:
         self._channel.count = 1
@@ -488,7 +492,7 @@ class _WordsPlace:
         return self._communicator.guard(self._what, listen, channel=self._channel, number=1)
 
     def look(self) -> None:
-        self._communicator._family.default.standstill.look(self._channel)
+        self._family.default.standstill.look(self._channel)
 
     def ended(self) -> Sequence[int]:
         return self._communicator.ended()

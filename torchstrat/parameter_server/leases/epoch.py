@@ -33,20 +33,20 @@ class Intervals:
     """
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        self.starts: list[int] = []
+        self.stops: list[int] = []
         for start, stop in intervals:
             self.add(start, stop)
 
     def __iter__(self) -> Iterator[Interval]:
-        return iter(zip(self._starts, self._stops, strict=True))
+        return iter(zip(self.starts, self.stops, strict=True))
 
     def __len__(self) -> int:
         """How many numbers."""
-        return sum(self._stops) - sum(self._starts)
+        return sum(self.stops) - sum(self.starts)
 
     def __bool__(self) -> bool:
-        return bool(self._starts)
+        return bool(self.starts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Intervals) and list(self) == list(other)
@@ -58,40 +58,40 @@ class Intervals:
 
     def copy(self) -> Intervals:
         copy = Intervals()
-        copy._starts, copy._stops = self._starts.copy(), self._stops.copy()
+        copy.starts, copy.stops = self.starts.copy(), self.stops.copy()
         return copy
 
     def add(self, start: int, stop: int) -> None:
         """Put ``[start, stop)`` in; what is in already stays."""
         if start >= stop:
             return
-        first = bisect_left(self._stops, start)  # the first that ends where this begins, or later
+        first = bisect_left(self.stops, start)  # the first that ends where this begins, or later
         last = first
-        while last < len(self._starts) and self._starts[last] <= stop:
-            start, stop = min(start, self._starts[last]), max(stop, self._stops[last])
+        while last < len(self.starts) and self.starts[last] <= stop:
+            start, stop = min(start, self.starts[last]), max(stop, self.stops[last])
             last += 1
-        self._starts[first:last], self._stops[first:last] = [start], [stop]
+        self.starts[first:last], self.stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
         """Take ``[start, stop)`` out; what is not in does not matter."""
         if start >= stop:
             return
-        first = bisect_left(self._stops, start + 1)
+        first = bisect_left(self.stops, start + 1)
         last = first
         kept: list[Interval] = []
-        while last < len(self._starts) and self._starts[last] < stop:
-            own_start, own_stop = self._starts[last], self._stops[last]
+        while last < len(self.starts) and self.starts[last] < stop:
+            own_start, own_stop = self.starts[last], self.stops[last]
             kept += [(own_start, start)] if own_start < start else []
             kept += [(stop, own_stop)] if stop < own_stop else []
             last += 1
-        self._starts[first:last] = [one for one, _ in kept]
-        self._stops[first:last] = [one for _, one in kept]
+        self.starts[first:last] = [one for one, _ in kept]
+        self.stops[first:last] = [one for _, one in kept]
 
     def within(self, start: int, stop: int) -> list[Interval]:
         """What of ``[start, stop)`` is in."""
         found = []
-        first = bisect_left(self._stops, start + 1)
-        for own_start, own_stop in zip(self._starts[first:], self._stops[first:], strict=True):
+        first = bisect_left(self.stops, start + 1)
+        for own_start, own_stop in zip(self.starts[first:], self.stops[first:], strict=True):
             if own_start >= stop:
                 break
             found.append((max(own_start, start), min(own_stop, stop)))
@@ -100,9 +100,9 @@ class Intervals:
     def take(self, count: int) -> tuple[Interval, ...]:
         """Take the lowest ``count`` numbers out, or all where there are fewer, and return them."""
         taken: list[Interval] = []
-        while count > 0 and self._starts:
-            start = self._starts[0]
-            stop = min(self._stops[0], start + count)
+        while count > 0 and self.starts:
+            start = self.starts[0]
+            stop = min(self.stops[0], start + count)
             taken.append((start, stop))
             self.remove(start, stop)
             count -= stop - start

@@ -42,8 +42,8 @@ class _Group:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
-        self._given = self.options
-        self._handed_out: dict[str, list[Any]] = {}
+        self.given = self.options
+        self.handed_out: dict[str, list[Any]] = {}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,47 +52,47 @@ class _Group:
     def apart(self) -> _Group:
         """Another one with the same contents, for an optimizer that has had this one, too."""
         made = _Group({**self.group, "params": list(self.group["params"])})
-        made._given = dict(self._given)
-        made._handed_out = {name: list(values) for name, values in self._handed_out.items()}
+        made.given = dict(self.given)
+        made.handed_out = {name: list(values) for name, values in self.handed_out.items()}
         return made
 
     def take(self, options: Options) -> None:
         """What the program has set since the last step, or deleted; what a step has set stays otherwise."""
-        for name in self._given.keys() - options.keys():
-            del self._given[name]
+        for name in self.given.keys() - options.keys():
+            del self.given[name]
             self.group.pop(name, None)
         for name, value in list(self._set_by_program(options)):
-            self.group[name] = self._given[name] = value
+            self.group[name] = self.given[name] = value
 
     def set_by_both(self, options: Options) -> Iterator[tuple[str, Any]]:
         """What the program sets that steps have set, too."""
-        own, given = self.group, self._given
+        own, given = self.group, self.given
         for name, value in self._set_by_program(options):
             is_by_steps = name in given and name in own and not are_equal(own[name], given[name])
             if is_by_steps and not are_equal(own[name], value):
                 yield name, value
 
     def hand_out(self, options: Options) -> dict[str, Any]:
-        own, given = self.options, self._given
+        own, given = self.options, self.given
         kept = {*dict(self._set_by_program(options)), *(given.keys() - options.keys())}
         lacks = {k: v for k, v in own.items() if k not in kept and (k not in options or not are_equal(v, options[k]))}
         found = copy.deepcopy(lacks)
         for name, value in found.items():
             is_given = name in given and are_equal(value, given[name])
-            if not is_given and not _is_among(value, self._handed_out.setdefault(name, [])):
-                self._handed_out[name].append(value)
+            if not is_given and not _is_among(value, self.handed_out.setdefault(name, [])):
+                self.handed_out[name].append(value)
         return found
 
     def load(self, options: Options) -> None:
         for name in set(self.group) - {"params"}:
             del self.group[name]
         self.group.update(copy.deepcopy(dict(options)))
-        self._given, self._handed_out = dict(options), {}
+        self.given, self.handed_out = dict(options), {}
 
     def _set_by_program(self, options: Options) -> Iterator[tuple[str, Any]]:
         for name, value in options.items():
-            is_given = name in self._given and are_equal(value, self._given[name])
-            if not is_given and not _is_among(value, self._handed_out.get(name, ())):
+            is_given = name in self.given and are_equal(value, self.given[name])
+            if not is_given and not _is_among(value, self.handed_out.get(name, ())):
                 yield name, value
 
 
@@ -105,13 +105,13 @@ class _Member:
         self._initial = {one: copy.deepcopy(dict(held)) for one in parameters if (held := state.get(one))}
         self._stepped: set[torch.nn.Parameter] = set()
         self._set_at: dict[str, int] = {}  # attributes, when the program has set them
-        self._handed_out = marks_of_tensors(optimizer)
+        self.handed_out = marks_of_tensors(optimizer)
 
     def attributes(self) -> dict[str, Any]:
         """Those that can be handed out: of tensors, what has changed since the last time."""
         attributes, marks = vars(self.optimizer), marks_of_tensors(self.optimizer)
-        changed = [name for name, mark in marks.items() if mark != self._handed_out.get(name)]
-        self._handed_out = marks
+        changed = [name for name, mark in marks.items() if mark != self.handed_out.get(name)]
+        self.handed_out = marks
         tensors = {name: copy.deepcopy(attributes[name]) for name in changed if may_be_copied(attributes[name])}
         return fixed_attributes(self.optimizer) | tensors
 
@@ -144,11 +144,11 @@ class LiveOptimizer:
     """
 
     def __init__(self, blob: bytes, number: int, groups: Groups, wraps: Sequence[int | None] = ()) -> None:
-        self._parameters = [[torch.nn.Parameter(torch.empty(0)) for _ in group] for group in groups]
+        self.parameters = [[torch.nn.Parameter(torch.empty(0)) for _ in group] for group in groups]
         with unpickling():
-            self._optimizer, tags = _Unpickler(blob, self._parameters).load()
+            self._optimizer, tags = _Unpickler(blob, self.parameters).load()
         for (group, place), attributes in tags.items():
-            vars(self._parameters[group][place]).update(attributes)
+            vars(self.parameters[group][place]).update(attributes)
         self.cls: type[Optimizer] = type(self._optimizer)
         self._step = step_without_compiler(self.cls.step)  # hooks run on the worker
         optimizers = [self._optimizer, *wrapped_by(self._optimizer)]
@@ -176,13 +176,13 @@ class LiveOptimizer:
     def grow(self, other: LiveOptimizer) -> None:
         """Take in the parameters and groups that ``other``, sent later by the same program, has beyond this one's."""
         own: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        for number, theirs in enumerate(other._parameters):
-            if number == len(self._parameters):
-                self._parameters.append([])
-            mine = self._parameters[number]
+        for number, theirs in enumerate(other.parameters):
+            if number == len(self.parameters):
+                self.parameters.append([])
+            mine = self.parameters[number]
             mine += theirs[len(mine) :]
             own.update(zip(theirs, mine, strict=True))
-        for member, their in zip(self._members, other._members, strict=True):
+        for member, their in zip(self.members, other.members, strict=True):
             groups = member.optimizer.param_groups
             for number, group in enumerate(their.optimizer.param_groups):
                 parameters = [own.get(parameter, parameter) for parameter in group["params"]]
@@ -200,7 +200,7 @@ class LiveOptimizer:
             return [], []
         self._arrange(places)
         found = [one.hand_out(new) for one, new in zip(self._groups, options, strict=False)]
-        return found, [member.attributes() for member in self._members]
+        return found, [member.attributes() for member in self.members]
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
         """These take the place of all that is in the groups: a checkpoint was restored."""
@@ -230,10 +230,10 @@ class LiveOptimizer:
     def make(self, step: OptimizerStep, groups: Groups, shards: HeldShards) -> None:
         """One step. If it raises, parameters may be half-stepped."""
         gradients = _gradients_of(step, shards)
-        self._members[0].take_attributes(step.attributes)
+        self.members[0].take_attributes(step.attributes)
         if step.wrapped is not None:
             self._arrange(step.wrapped.places)
-            for member, attributes in zip(self._members[1:], step.wrapped.attributes, strict=True):
+            for member, attributes in zip(self.members[1:], step.wrapped.attributes, strict=True):
                 member.take_attributes(attributes)
         self._take_options(_options_of(step))
         keyed = list(self._keyed(groups))
@@ -262,12 +262,12 @@ class LiveOptimizer:
             check_is_alike(shard, parameter, self.name, shards.name(key))
             stood.append((parameter, shard))
         keep_elements(stood, partial(kept_by, self._optimizer))
-        for member in self._members:
+        for member in self.members:
             for key, parameter in keyed:
                 member.keep_state(parameter, key, shards)
 
     def _keyed(self, groups: Groups) -> Iterator[tuple[ShardKey, torch.nn.Parameter]]:
-        for numbers, parameters in zip(groups, self._parameters, strict=True):
+        for numbers, parameters in zip(groups, self.parameters, strict=True):
             for number, parameter in zip(numbers, parameters, strict=True):
                 yield (number, 0), parameter
 
@@ -275,7 +275,7 @@ class LiveOptimizer:
         """Those whose state is the servers'. One dictionary that several have (``self.state = wrapped.state``) is the
         first one's."""
         seen: set[int] = set()
-        for member in self._members:
+        for member in self.members:
             if member.number is not None and id(member.optimizer.state) not in seen:
                 seen.add(id(member.optimizer.state))
                 yield member
@@ -290,7 +290,7 @@ class LiveOptimizer:
         if places == self._places:
             return
         self._groups = self._arranged(places)
-        for member, wanted in zip(self._members, self._with_own(places), strict=True):
+        for member, wanted in zip(self.members, self._with_own(places), strict=True):
             groups = [self._groups[place].group for place in wanted]
             if any(one is not other for one, other in zip(member.optimizer.param_groups, groups, strict=True)):
                 member.optimizer.param_groups = groups
@@ -315,7 +315,7 @@ class LiveOptimizer:
         return [found[place] for place in range(len(found))]
 
     def _with_own(self, places: Places) -> Places:
-        return tuple(range(len(self._parameters))), *places
+        return tuple(range(len(self.parameters))), *places
 
 
 def _options_of(step: OptimizerStep) -> tuple[Options, ...]:
@@ -348,16 +348,16 @@ class _Unpickler(ClassesHere):
 
     def __init__(self, blob: bytes, parameters: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().__init__(io.BytesIO(blob))
-        self._parameters = parameters
+        self.parameters = parameters
 
     def persistent_load(self, reference: Any) -> Any:
         if reference[0] == "id":
             return id(reference[1])
         group, place, requires_grad = reference
-        if group >= len(self._parameters) or place >= len(self._parameters[group]):
+        if group >= len(self.parameters) or place >= len(self.parameters[group]):
             raise InvalidArgumentError(
                 f"an optimizer holds a parameter (number {place} of group {group}) that is no variable of its server."
             )
-        parameter: torch.nn.Parameter = self._parameters[group][place]
+        parameter: torch.nn.Parameter = self.parameters[group][place]
         parameter.requires_grad_(requires_grad)
         return parameter

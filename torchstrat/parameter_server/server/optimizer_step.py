@@ -191,15 +191,15 @@ class HeldOptimizer:
         self.number = new.number
         self.groups = tuple(tuple(group) for group in new.groups)
         self.rows_only = new.rows_only
-        self._live: LiveOptimizer | None = None
+        self.live: LiveOptimizer | None = None
         self.kind, packed = unpack_kind(new.blob)
         self.reaches: frozenset[int] = frozenset()
         """Variables that any of its steps may change, whatever has a gradient."""
         if self.kind.tier is Tier.ALL:
-            self._live = LiveOptimizer(packed, new.number, new.groups, new.wraps)
+            self.live = LiveOptimizer(packed, new.number, new.groups, new.wraps)
             self.reaches = frozenset(number for group in self.groups for number in group)
-            self._check_groups(self._live.options)
-            self.cls, self.name = self._live.cls, self._live.name
+            self._check_groups(self.live.options)
+            self.cls, self.name = self.live.cls, self.live.name
         else:
             needs_sparse = self.kind.gradients is Gradients.SPARSE
             self.optimizer = ShardOptimizer.from_bytes(packed, needs_sparse=needs_sparse)
@@ -216,9 +216,9 @@ class HeldOptimizer:
 
     def take_over(self, earlier: HeldOptimizer) -> None:
         """Go on from what an optimizer that this one `continues` has come to."""
-        if self._live is not None and earlier._live is not None:
-            earlier._live.grow(self._live)
-            self._live = earlier._live
+        if self.live is not None and earlier.live is not None:
+            earlier.live.grow(self.live)
+            self.live = earlier.live
 
     @property
     def variables(self) -> Set[int]:
@@ -242,16 +242,16 @@ class HeldOptimizer:
 
     def untouched_state(self, group: int, table: torch.Tensor) -> dict[str, RowState]:
         """Of a shard that no step has changed yet, while others of the variable have been stepped."""
-        assert self._live is None, "its variables have one shard"
+        assert self.live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
     def hand_out_options(self, options: Sequence[Options], places: Places) -> StepsHaveSet:
         """By group, the hyperparameters that its steps have set, and the plain attributes."""
-        return ([], []) if self._live is None else self._live.hand_out(options, places)
+        return ([], []) if self.live is None else self.live.hand_out(options, places)
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
-        if self._live is not None:
-            self._live.load_options(options, places)
+        if self.live is not None:
+            self.live.load_options(options, places)
 
     def check(self, step: OptimizerStep, shards: HeldShards) -> None:
         """Raise for what `make` could not do, before anything has changed."""
@@ -287,15 +287,15 @@ class HeldOptimizer:
             _check_gradient(key, (ids, gradient), shards)
             if self._goes_by_rows:
                 self._learn_rows(key, step, shards)
-        if self._live is not None:
-            self._live.check(step)
+        if self.live is not None:
+            self.live.check(step)
 
     def make(self, step: OptimizerStep, shards: HeldShards) -> None:
         """Step all of it in one call of the optimizer, but for what a few lines step as well. The caller holds the
         variables' locks, and has checked."""
-        if self._live is not None:
+        if self.live is not None:
             with self._naming([*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)], shards):
-                self._live.make(step, self.groups, shards)
+                self.live.make(step, self.groups, shards)
             return
         parts = [
             self._whole(key, gradient, step, shards)

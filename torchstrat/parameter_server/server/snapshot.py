@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.core.memory import check_fits
 from torchstrat.parameter_server.messages import AppliedPushes, CutReport, StateOfShard
@@ -53,7 +54,7 @@ class FrozenRows:
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # sorted row ids, and these rows as they were
         self._rest: torch.Tensor | None = None  # all rows from `_rest_start` on; then `live` is not needed any more
         self._rest_start = 0
-        self._version = live._version
+        self._version = version_of(live)
         self._is_announced = False
         self._is_left = False
 
@@ -98,7 +99,7 @@ class FrozenRows:
         (a few fused kernels do not). A net under those who add a way to change variables."""
         if self._live is None:
             return False
-        version, before = self._live._version, self._version
+        version, before = version_of(self._live), self._version
         announced, self._is_announced = self._is_announced, False
         self._version = version
         return version != before and not announced

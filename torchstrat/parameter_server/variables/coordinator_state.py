@@ -95,12 +95,12 @@ class CoordinatorState:
 
     def __init__(self, job: _Job, optimizer: Optimizer, *, is_current: bool) -> None:
         self._job: _Job = weakref.proxy(job)
-        self._reference = weakref.ref(optimizer)
-        self._read_at: Moment | None = job.cache.now() if is_current else None
+        self.reference = weakref.ref(optimizer)
+        self.read_at: Moment | None = job.cache.now() if is_current else None
 
     @property
     def _optimizer(self) -> Optimizer:
-        optimizer = self._reference()
+        optimizer = self.reference()
         if optimizer is None:
             raise InvalidArgumentError(
                 "this is optimizer.state of an optimizer that the program has dropped, and with it the servers. Keep "
@@ -112,7 +112,7 @@ class CoordinatorState:
     def attach(cls, job: _Job, optimizer: Optimizer, *, is_current: bool) -> None:
         state: Any = optimizer.state
         if cls.keeps(optimizer):
-            cls.of(optimizer)._read_at = job.cache.now() if is_current else None
+            cls.of(optimizer).read_at = job.cache.now() if is_current else None
             state.note()
         else:
             keeper = cls(job, optimizer, is_current=is_current)
@@ -122,7 +122,7 @@ class CoordinatorState:
     def keeps(cls, optimizer: Optimizer) -> bool:
         """Whether its state is the servers'. That of another optimizer, which the program has given it, is like any."""
         keeper: Any = getattr(optimizer.state, "_keeper", None)
-        return keeper is not None and keeper._reference() is optimizer
+        return keeper is not None and keeper.reference() is optimizer
 
     @classmethod
     def held(cls, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
@@ -135,7 +135,7 @@ class CoordinatorState:
         """The servers have another state than what was read, though no function has run since."""
         state: object = optimizer.state
         if isinstance(state, RemoteOptimizerState):
-            CoordinatorState.of(optimizer)._read_at = None
+            CoordinatorState.of(optimizer).read_at = None
             state.note()
 
     @staticmethod
@@ -154,7 +154,7 @@ class CoordinatorState:
 
     def is_current(self) -> bool:
         """Also while functions run, until one of them has ended."""
-        return self._read_at == self._job.cache.now()
+        return self.read_at == self._job.cache.now()
 
     def read(self) -> dict[torch.Tensor, StateOfShard]:
         return self._job.servers.asking(self._read_now)
@@ -163,7 +163,7 @@ class CoordinatorState:
         self.push_changed()
         read_at = self._job.cache.now()
         found = self._job.state_of(self._optimizer)
-        self._read_at = read_at
+        self.read_at = read_at
         return found
 
     def change(self, state: RemoteOptimizerState, make: Callable[[], _Result]) -> _Result:
@@ -188,7 +188,7 @@ class CoordinatorState:
         if self.is_current() and not self._job.cache.now()[1]:
             self._job.push_optimizer(self._optimizer)
             return
-        self._read_at = None
+        self.read_at = None
         state.note()
         raise InvalidArgumentError(
             f"the state of {type(self._optimizer).__name__} was changed on the coordinator, in tensors that had been "

@@ -490,7 +490,7 @@ class Reading:
             )
         require_no_global_hooks()
         self.surroundings = PlainSettings.here()
-        self._marks: list[Any] = [torch.get_default_dtype(), self.surroundings, *population, *variables.population]
+        self.marks: list[Any] = [torch.get_default_dtype(), self.surroundings, *population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
         self._is_comparable = True
         if any(population):
@@ -502,18 +502,18 @@ class Reading:
             self._marks += variables.states()
             self._is_comparable = not variables.has_traceless_changes()
             optimizers = registry.optimizers()
-            self._marks += marks_of(optimizers)
+            self.marks += marks_of(optimizers)
             for optimizer in optimizers:
                 self._read_groups(optimizer)
                 if not is_listed(type(optimizer)):
-                    self._marks.append(attributes.mark(optimizer))
+                    self.marks.append(attributes.mark(optimizer))
 
     def is_same(self, earlier: Reading) -> bool:
         """Whether nothing has changed that this is about. False where that cannot be told."""
-        return self._is_comparable and self._marks == earlier._marks
+        return self._is_comparable and self.marks == earlier.marks
 
     def _read_modules(self, modules: Iterable[object]) -> None:
-        marks = self._marks
+        marks = self.marks
         for training, parameters, children, buffers, kind in map(_members, modules):
             marks += (training, len(parameters), len(children), len(buffers), kind)
             if parameters:
@@ -527,7 +527,7 @@ class Reading:
                 marks += map(id, buffers.values())
 
     def _read_groups(self, optimizer: Optimizer) -> None:
-        marks, kept = self._marks, self._hyperparameters
+        marks, kept = self.marks, self._hyperparameters
         state = getattr(optimizer, "state", None)
         if isinstance(state, RemoteOptimizerState):
             self._is_comparable = self._is_comparable and not state.is_changed()

@@ -49,7 +49,7 @@ class RowGradient(torch.Tensor):
     ordinary one: autograd adds to it, hands it on and drops it as it does those."""
 
     is_asked_first: ClassVar[bool] = True
-    _table: weakref.ref[Any]
+    table: weakref.ref[Any]
 
     @classmethod
     @_torch_private.uncompiled
@@ -60,7 +60,7 @@ class RowGradient(torch.Tensor):
         if any(kind not in _SAY_NOTHING and not getattr(kind, "is_asked_below_python", False) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        table = next(one._table for one in tensors_in((args, kwargs)) if type(one) is RowGradient)
+        table = next(one.table for one in tensors_in((args, kwargs)) if type(one) is RowGradient)
         with DisableTorchFunctionSubclass():
             rule = _RULES.get(func)
             if rule is not None:
@@ -94,7 +94,7 @@ def _as_computed(value: object, table: weakref.ref[Any]) -> Any:
             if of is not None and value.shape == of.spec.shape:
                 marked: Any = value
                 marked.__class__ = RowGradient
-                marked._table = table
+                marked.table = table
     elif isinstance(value, list | tuple):
         for one in value:
             _as_computed(one, table)
@@ -126,7 +126,7 @@ def make_dense(values: object) -> bool:
 
 def _become(gradient: RowGradient, other: torch.Tensor) -> None:
     """The object is another tensor from now on, also as the gradient of its table."""
-    table = gradient._table()
+    table = gradient.table()
     is_of_table = table is not None and GRAD.__get__(table) is gradient
     _torch_private.swap_tensor_impl(gradient, other)
     if is_of_table:

@@ -319,7 +319,7 @@ class Arrivals:
     """
 
     _all: ClassVar[weakref.WeakSet[Arrivals]] = weakref.WeakSet()
-    _compiles = False
+    compiles = False
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ class Arrivals:
     ) -> None:
         self._settled = settled
         self._lock = threading.RLock() if lock is None else lock
-        self._bring_all = bring_all
+        self.bring_all = bring_all
         self._coming: dict[int, tuple[ValuesToCome, Sequence[ShardKey]]] = {}
         self._is_on = os.environ.get(SWITCH, "").lower() != "off"
         _watch_what_passes_by()
@@ -341,7 +341,7 @@ class Arrivals:
         return (
             self._is_on
             and hears_of_compilations()
-            and not Arrivals._compiles
+            and not Arrivals.compiles
             and memory.device.type == "cpu"
             and memory.is_contiguous()
             and _torch_private.tensors_in_storage(memory) == 2  # the parameter, and what was just made to look at it
@@ -387,10 +387,10 @@ class Arrivals:
     @classmethod
     def stop(cls) -> None:
         """From now on nothing is late."""
-        cls._compiles = True
+        cls.compiles = True
         cls.settle_all()
         for arrivals in list(cls._all):
-            arrivals._bring_all()
+            arrivals.bring_all()
 
 
 def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:

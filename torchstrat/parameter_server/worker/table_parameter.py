@@ -208,7 +208,7 @@ class TableParameter(WatchedParameter):
     """Its memory, while the worker holds all of it."""
     is_current: bool
     """Whether this function has brought `whole`."""
-    _holder: weakref.ref[TablesHolder]
+    holder: weakref.ref[TablesHolder]
 
     @staticmethod
     def __new__(
@@ -222,7 +222,7 @@ class TableParameter(WatchedParameter):
             cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad, storage_size=0
         )
         _torch_private.raise_on_data_pointer(table)
-        table.spec, table.lookups, table._holder = spec, lookups, weakref.ref(holder)
+        table.spec, table.lookups, table.holder = spec, lookups, weakref.ref(holder)
         table.rows_asked_for_sparse = table.is_current = False
         table.whole = None
         return table
@@ -266,12 +266,12 @@ class TableParameter(WatchedParameter):
             torch.autograd.graph.increment_version(written)
         for table, values in used:
             if schema_of(func).is_mutable:
-                table._take_form(values, func)
+                table.take_form(values, func)
             if func is _DETACH:  # what is written through an array of it is not counted
                 table.keep_before()
         return _with_tables(result, {id(values): table for table, values in used})
 
-    def _take_form(self, values: torch.Tensor, func: object) -> None:
+    def take_form(self, values: torch.Tensor, func: object) -> None:
         """``values`` stood in for this in something that may have written to it."""
         if values.shape != self.spec.shape or not values.is_contiguous():
             raise UnsupportedError(
@@ -291,7 +291,7 @@ class TableParameter(WatchedParameter):
     def bring(self) -> torch.Tensor:
         """All of its values, which are to be used."""
         if not self.is_current:
-            holder = self._holder()
+            holder = self.holder()
             if holder is None:
                 raise ContextError(f"the coordinator that has sent the table {self.spec.name} to this worker has gone.")
             holder.bring_table(self)
@@ -299,7 +299,7 @@ class TableParameter(WatchedParameter):
 
     def reach(self) -> None:
         """The function that runs looks rows up."""
-        holder = self._holder()
+        holder = self.holder()
         if holder is not None:
             holder.reach(self.spec.number)
 
@@ -316,7 +316,7 @@ class TableParameter(WatchedParameter):
 
     def grow(self, spec: VariableSpec) -> None:
         """From now on it has the shape of ``spec``, for whoever holds it."""
-        holder = self._holder()
+        holder = self.holder()
         assert holder is not None  # who calls this
         with DisableTorchFunctionSubclass():
             DATA.__set__(self, TableParameter(spec, self.device, self.lookups, holder))

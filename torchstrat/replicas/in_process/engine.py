@@ -504,9 +504,9 @@ class InProcessReplicas:
         return self._meet("merge_call", (args, kwargs), combine)
 
     def all_reduce(self, op: ReduceOp, value: object) -> Any:
-        return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
+        return differentiable(AllReduce, value, self.exchange_all_reduce, op, "all_reduce")
 
-    def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         def combine(payloads: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
             totals = [
                 reduction.combine(op, list(column), "all_reduce") for column in zip(*payloads.values(), strict=True)

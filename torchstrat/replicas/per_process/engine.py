@@ -565,9 +565,9 @@ class PerProcessReplica:
         return select_replica(me, result)
 
     def all_reduce(self, op: ReduceOp, value: object) -> Any:
-        return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
+        return differentiable(AllReduce, value, self.exchange_all_reduce, op, "all_reduce")
 
-    def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return exchange.reduce_in_step(self._communicator, op, tensors)
 
     def all_gather(self, value: object, axis: int) -> Any:

@@ -51,8 +51,8 @@ class LaneWeights:
         self._require = require
         self.lanes = lanes
         self._op = op
-        self._rows = list(rows)
-        self._given: torch.Tensor | None = None
+        self.rows = list(rows)
+        self.given: torch.Tensor | None = None
         self._all_passes = all_passes
         self.are_crossed = False
         """Whether gradients may flow between replicas."""
@@ -61,9 +61,9 @@ class LaneWeights:
     @property
     def are_equal(self) -> bool:
         """Whether all active lanes of all passes are known to count alike. So they do when none has any weight."""
-        if any(one._given is not None for one in self._all_passes):
+        if any(one.given is not None for one in self._all_passes):
             return False
-        return len({row for one in self._all_passes for row in one._rows}) <= 1
+        return len({row for one in self._all_passes for row in one.rows}) <= 1
 
     @property
     def rows_of_each(self) -> int:
@@ -74,20 +74,20 @@ class LaneWeights:
     def give(self, weight: object) -> None:
         """The step's own weights: a number, or a scalar that differs from lane to lane. Call it at the level."""
         if not isinstance(weight, torch.Tensor):
-            self._given = None
-            self._rows = [check_weight(weight)] * len(self._rows)
+            self.given = None
+            self.rows = [check_weight(weight)] * len(self.rows)
             return
         if weight.ndim:
             raise InvalidArgumentError(f"set_weight needs one number; got a tensor of shape {tuple(weight.shape)}.")
         with self.lanes.left("set_weight"):
-            self._given = self.lanes.stacked(weight).detach()
+            self.given = self.lanes.stacked(weight).detach()
 
     def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """``[lanes]``, real, of ``like``'s precision and device; 0 for lanes that do not count."""
-        if self._given is not None:
+        if self.given is not None:
             mask = self.lanes.mask(like)
-            return torch.where(mask > 0, self._given.to(mask), torch.zeros_like(mask))
-        values = dict(zip(self.lanes.active, self._rows, strict=True))
+            return torch.where(mask > 0, self.given.to(mask), torch.zeros_like(mask))
+        values = dict(zip(self.lanes.active, self.rows, strict=True))
         numbers = [float(values.get(lane, 0.0)) for lane in range(self.lanes.count)]
         return torch.tensor(numbers, dtype=_real_dtype(like), device=like.device)
 
@@ -115,7 +115,7 @@ class LaneWeights:
         if self._op is ReduceOp.SUM:
             return self.lanes.mask(like)
         if self.are_equal:
-            return self.lanes.mask(like) / sum(len(one._rows) for one in self._all_passes)
+            return self.lanes.mask(like) / sum(len(one.rows) for one in self._all_passes)
         return self._as_tensor(like) / torch.stack([one._as_tensor(like).sum() for one in self._all_passes]).sum()
 
     def combined(self, stacked: torch.Tensor) -> torch.Tensor:

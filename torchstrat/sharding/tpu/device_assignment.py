@@ -334,7 +334,7 @@ class DeviceAssignment:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceAssignment):
             return NotImplemented
-        return self._topology == other._topology and np.array_equal(self._core_assignment, other._core_assignment)
+        return self._topology == other.topology and np.array_equal(self._core_assignment, other.core_assignment)
 
     def __hash__(self) -> int:
         return hash((self._topology, self._core_assignment.shape, self._core_assignment.tobytes()))
