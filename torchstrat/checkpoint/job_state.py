@@ -27,7 +27,7 @@ from torch import nn
 from torchstrat.checkpoint.items import Reads, Want, Writes
 from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
 from torchstrat.core import context
-from torchstrat.core.context import engine_of
+from torchstrat.core.context import engine_of, is_open
 from torchstrat.core.randomness import seedings, state_of
 from torchstrat.core.variable.variable import Variable
 from torchstrat.replicas.local_updates import OwnValues, mean_of, put_values
@@ -162,9 +162,9 @@ def strategies_of(objects: Mapping[str, object]) -> list[StrategyLike]:
     found = [one for value in objects.values() for one in _there() if _belongs_to(value, one)]
     if found:
         return list(dict.fromkeys(found))
-    if sum(not one._closed for one in _there()) > 1:
+    if sum(is_open(one) for one in _there()) > 1:
         gc.collect()  # strategies refer to themselves: one that was dropped may seem to be there, in some processes
-    still_open = [one for one in _there() if not one._closed]
+    still_open = [one for one in _there() if is_open(one)]
     return still_open if len(still_open) == 1 else []
 
 

@@ -83,6 +83,9 @@ own_children: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = o
 hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_pre_hooks")
 hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_post_hooks")
 
+ragged_dim: Callable[[torch.Tensor], int] = operator.attrgetter("_ragged_idx")
+"""Of a nested tensor: which of its dimensions has other sizes."""
+
 schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
 """What an operator takes, and which of it it changes."""
 
@@ -593,6 +596,8 @@ def ignored_labels(node: Any) -> torch.Tensor | None:
     labels: torch.Tensor = node._saved_target
     return labels == (index - 2**64 if index >= 2**63 else index)
 
+
+unpooled_size: Callable[..., list[int]] = look_up("nn.functional._unpool_output_size")
 
 pinned: Callable[[Any], Any] = look_up("utils.data._utils.pin_memory.pin_memory")
 """A copy of a nest of tensors in memory from which an accelerator copies by itself, as a `DataLoader` makes it."""

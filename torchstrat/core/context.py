@@ -63,6 +63,19 @@ def engine_of(strategy: StrategyLike) -> ReplicaEngine:
     return strategy._engine
 
 
+def placement_of(strategy: StrategyLike) -> VariablePlacement:
+    return strategy._variable_placement
+
+
+def wraps_values(strategy: StrategyLike) -> bool:
+    """Whether what its replicas return is handed out as `PerReplica`."""
+    return strategy._wraps_values
+
+
+def is_open(strategy: StrategyLike) -> bool:
+    return not strategy._closed
+
+
 class _Frame(NamedTuple):
     strategy: StrategyLike
     replica: ReplicaContext | None  # None: cross-replica context

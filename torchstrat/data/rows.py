@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import nest
+from torchstrat.core._torch_private import ragged_dim
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.data.layout import equal_chunks
@@ -218,13 +219,13 @@ def _cut_nested(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     offsets, lengths = nested.offsets(), nested.lengths()
     longest = int((offsets.diff() if lengths is None else lengths).max()) if leaf.size(0) else 0
     # The bounds of the whole batch keep the ragged dimension defined when there are no rows.
-    bounds = {"min_seqlen": 0, "max_seqlen": longest, "jagged_dim": nested._ragged_idx}
+    bounds: dict[str, Any] = {"min_seqlen": 0, "max_seqlen": longest, "jagged_dim": ragged_dim(nested)}
     if lengths is not None:  # it has holes: rows are where their offsets say
         return torch.nested.nested_tensor_from_jagged(
             nested.values(), offsets[start : stop + 1], lengths[start:stop], **bounds
         )
     first, last = int(offsets[start]), int(offsets[stop])
-    values = nested.values().narrow(nested._ragged_idx - 1, first, last - first)
+    values = nested.values().narrow(ragged_dim(nested) - 1, first, last - first)
     return torch.nested.nested_tensor_from_jagged(values, offsets[start : stop + 1] - first, **bounds)
 
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from torchstrat.core import notebook_html
+from torchstrat.core.context import is_open
 from torchstrat.core.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
 from torchstrat.core.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
 from torchstrat.core.waiting import is_listening
@@ -370,7 +371,7 @@ class Cluster:
 
     @property
     def _is_free(self) -> bool:
-        return self._strategy is None or self._strategy._closed
+        return self._strategy is None or not is_open(self._strategy)
 
     def _require_new(self) -> None:
         if self._ports:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torchstrat.core import context
+from torchstrat.core.context import is_open
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.sparse_ids import ID_DTYPES, SparseIds, parse_sparse_ids, parse_weights
 from torchstrat.parameter_server.variables.sharded_indexing import check_ids, handle_of, spans_of, split_ids
@@ -198,7 +199,7 @@ def grow_rows(
 
 
 def _owner_of(weight: torch.Tensor) -> StrategyLike | None:
-    still_open = (one for one in context.strategies if not one._closed)
+    still_open = (one for one in context.strategies if is_open(one))
     return next((one for one in still_open if one.extended.variable_created_in_scope(weight)), None)
 
 

@@ -96,13 +96,13 @@ def trace(value: Any) -> Any:
 class _Identity:
     """Holds the object, so that no other one can have its address."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("value",)
 
     def __init__(self, value: object) -> None:
-        self._value = value
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
+        return isinstance(other, _Identity) and self.value is other.value
 
     __hash__ = None  # type: ignore[assignment]
 

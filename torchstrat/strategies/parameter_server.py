@@ -145,19 +145,17 @@ class ParameterServerStrategy(Strategy):
         self._is_worker, self._servers, self._leaving = False, None, nullcontext
         self._set_up_engine("cpu:0", op, cluster_resolver)
 
-    @classmethod
-    def _on_worker(
-        cls, device: str, servers: ServerGroup, leaving: Callable[[], AbstractContextManager[None]]
+    def _become_worker(
+        self, device: str, servers: ServerGroup, leaving: Callable[[], AbstractContextManager[None]]
     ) -> ParameterServerStrategy:
-        """What stands for the strategy in a scheduled function. ``servers``: as this worker calls them; ``leaving``: a
-        block whose gradients are left to them."""
-        strategy = object.__new__(cls)
-        strategy._leaving = leaving
-        strategy._is_worker, strategy._servers = True, servers
-        strategy._connected = strategy._coordinator = None
-        strategy._scopes, strategy._beside, strategy._keeps_whole = [], [], False
-        strategy._set_up_engine(device, ReduceOp.MEAN, None)
-        return strategy
+        """Be what stands for the strategy in a scheduled function. ``servers``: as this worker calls them;
+        ``leaving``: a block whose gradients are left to them."""
+        self._leaving = leaving
+        self._is_worker, self._servers = True, servers
+        self._connected = self._coordinator = None
+        self._scopes, self._beside, self._keeps_whole = [], [], False
+        self._set_up_engine(device, ReduceOp.MEAN, None)
+        return self
 
     @property
     def _variable_places(self) -> str:
@@ -487,7 +485,7 @@ class ParameterServerStrategy(Strategy):
             yield "state", "closed"
 
 
-executor.make_strategy = ParameterServerStrategy._on_worker
+executor.make_strategy = lambda *given: object.__new__(ParameterServerStrategy)._become_worker(*given)
 
 
 class _ForWorkers:

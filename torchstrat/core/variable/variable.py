@@ -15,7 +15,7 @@ import torch
 
 from torchstrat.core import context, reduction
 from torchstrat.core.communicator import Communicator, within
-from torchstrat.core.context import StrategyLike, engine_of
+from torchstrat.core.context import StrategyLike, engine_of, placement_of, wraps_values
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import (
@@ -306,7 +306,7 @@ class Variable(TensorLike):
         if axis is not None or self._is_on_read:
             whole = self._kind is VariablePlacement.ONE
             return engine.reduce(op, self.read_value() if whole else self._per_replica(), axis)
-        if op is ReduceOp.MEAN or not self._strategy._wraps_values:
+        if op is ReduceOp.MEAN or not wraps_values(self._strategy):
             return self
         return reduction.reduce_plain(op, self._cells[0].copy(), None, engine.num_replicas)
 
@@ -419,7 +419,7 @@ class Variable(TensorLike):
 
 def _placement_of(strategy: StrategyLike) -> VariablePlacement:
     """Central storage with a single replica keeps ordinary variables."""
-    placement = strategy._variable_placement
+    placement = placement_of(strategy)
     if placement is VariablePlacement.CENTRAL and strategy.num_replicas_in_sync == 1:
         return VariablePlacement.ONE
     return placement

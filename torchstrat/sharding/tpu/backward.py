@@ -82,7 +82,7 @@ class LaneWeights:
         with self.lanes.left("set_weight"):
             self.given = self.lanes.stacked(weight).detach()
 
-    def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
+    def as_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """``[lanes]``, real, of ``like``'s precision and device; 0 for lanes that do not count."""
         if self.given is not None:
             mask = self.lanes.mask(like)
@@ -116,7 +116,7 @@ class LaneWeights:
             return self.lanes.mask(like)
         if self.are_equal:
             return self.lanes.mask(like) / sum(len(one.rows) for one in self._all_passes)
-        return self._as_tensor(like) / torch.stack([one._as_tensor(like).sum() for one in self._all_passes]).sum()
+        return self.as_tensor(like) / torch.stack([one.as_tensor(like).sum() for one in self._all_passes]).sum()
 
     def combined(self, stacked: torch.Tensor) -> torch.Tensor:
         """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""

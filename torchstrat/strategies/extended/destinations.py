@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchstrat.core.communicator import within
-from torchstrat.core.context import StrategyLike, engine_of
+from torchstrat.core.context import StrategyLike, engine_of, wraps_values
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
@@ -47,7 +47,7 @@ def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: object, destina
     """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
     op = ReduceOp.parse(reduce_op)
     places = _places(strategy, destinations)
-    if not strategy._wraps_values:
+    if not wraps_values(strategy):
         return value  # one replica: it is where it has to be
     if isinstance(value, Variable):
         value = value._reduced(op, None)
@@ -60,7 +60,7 @@ def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: object, destina
 def batch_reduce_to(strategy: ExtendedStrategy, reduce_op: Any, pairs: Sequence[tuple[object, object]]) -> list[Any]:
     """`reduce_to` for each ``(value, destinations)`` pair, in order."""
     op = ReduceOp.parse(reduce_op)
-    if not pairs and strategy._wraps_values:
+    if not pairs and wraps_values(strategy):
         raise InvalidArgumentError("batch_reduce_to got no (value, destinations) pairs; give at least one.")
     return [reduce_to(strategy, op, value, destinations) for value, destinations in pairs]
 
@@ -70,7 +70,7 @@ def broadcast_to(strategy: ExtendedStrategy, tensor: object, destinations: objec
     if isinstance(tensor, bool | int | float):
         return tensor
     places = _places(strategy, destinations)
-    return _put(tensor, places) if strategy._wraps_values else tensor
+    return _put(tensor, places) if wraps_values(strategy) else tensor
 
 
 def _put(value: object, places: Places) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import context, memory, nest
-from torchstrat.core.context import engine_of, enter, enter_cross
+from torchstrat.core.context import engine_of, enter, enter_cross, placement_of
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
@@ -45,7 +45,7 @@ def update(
     group: bool,
 ) -> Any:
     """Call ``fn`` for each component of ``var`` in cross-replica context; see `StrategyExtended.update`."""
-    one_replica = strategy._variable_placement is VariablePlacement.ONE
+    one_replica = placement_of(strategy) is VariablePlacement.ONE
     if not one_replica and not strategy.extended.variable_created_in_scope(var):
         raise InvalidArgumentError(
             f"update needs a variable of {strategy!r}: a ts.Variable made in its scope, or a parameter or buffer that "
@@ -63,7 +63,7 @@ def update_non_slot(
     strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
     """Call ``fn`` where state that belongs to no single variable lives: once, or once per replica where mirrored."""
-    if strategy._variable_placement is VariablePlacement.MIRRORED:
+    if placement_of(strategy) is VariablePlacement.MIRRORED:
         return _for_each(strategy, lambda _, *a, **k: fn(*a, **k), args, kwargs, group)
     return _once(strategy, fn, args, kwargs, group)
 
@@ -71,7 +71,7 @@ def update_non_slot(
 def _once(
     strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
-    central = strategy._variable_placement is VariablePlacement.CENTRAL
+    central = placement_of(strategy) is VariablePlacement.CENTRAL
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica | Mirrored):
@@ -184,7 +184,7 @@ class StrategyExtended:
     @property
     def experimental_between_graph(self) -> bool:
         """TensorFlow's flag: whether each process makes its own part of the program."""
-        return spans_processes(self._engine) or self._strategy._variable_placement is VariablePlacement.CENTRAL
+        return spans_processes(self._engine) or placement_of(self._strategy) is VariablePlacement.CENTRAL
 
     @property
     def experimental_should_init(self) -> bool:
@@ -347,7 +347,7 @@ class StrategyExtended:
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
         """Where state shared by all of ``var_list`` belongs: in central storage (and by default) with the variable of
         the smallest name, which is returned; elsewhere on the devices of the replicas."""
-        if self._strategy._variable_placement is VariablePlacement.CENTRAL:
+        if placement_of(self._strategy) is VariablePlacement.CENTRAL:
             return self._smallest_name(var_list)
         return self._parameter_devices
 
@@ -374,7 +374,7 @@ class StrategyExtended:
         if place is not None:
             return place
         replica = context.replica_of(self._strategy, "device_of")
-        if replica is None or self._strategy._variable_placement is not VariablePlacement.MIRRORED:
+        if replica is None or placement_of(self._strategy) is not VariablePlacement.MIRRORED:
             return self._parameter_devices[0]
         return self._engine.device_of_replica(replica)
 

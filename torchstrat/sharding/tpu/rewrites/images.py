@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from torchstrat.core._torch_private import unpooled_size
 from torchstrat.core.half_precision import widen
 
 Tensor = torch.Tensor
@@ -215,7 +216,7 @@ def _unpool(
     """A comparison of places for each value, whose gradient is a sum."""
     kernel, margins = _per_dim(kernel_size, spatial), _per_dim(padding, spatial)
     strides = kernel if stride is None else _per_dim(stride, spatial)
-    sizes = F._unpool_output_size(input, kernel, strides, margins, output_size)  # type: ignore[attr-defined]
+    sizes = unpooled_size(input, kernel, strides, margins, output_size)
     values, at = input.flatten(-spatial), indices.flatten(-spatial)
     places = torch.arange(math.prod(sizes), device=input.device)
     chosen = at.unsqueeze(-1) == places
