@@ -18,7 +18,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchstrat.core.commands import parser_with_examples
 from torchstrat.core.errors import ClusterConfigError, TorchstratError
@@ -156,7 +155,7 @@ def _described(options: argparse.Namespace) -> tuple[ClusterSpec, str, int]:
     return spec, job, index
 
 
-def _resolver_arguments(options: argparse.Namespace, name: str) -> dict[str, Any]:
+def _resolver_arguments(options: argparse.Namespace, name: str) -> dict[str, object]:
     """What the command says of the tasks, in the words of the resolver."""
     known = RESOLVER_ARGUMENTS.get(name, {})
     given = {

@@ -286,7 +286,7 @@ def _restore(
     return comparison.skipped()
 
 
-def _by_item(reads: list[Reads], values: list[object]) -> Iterator[tuple[Reads, list[Any]]]:
+def _by_item(reads: list[Reads], values: list[object]) -> Iterator[tuple[Reads, list[object]]]:
     first = 0
     for one in reads:
         yield one, values[first : first + len(one.wants)]

@@ -137,7 +137,7 @@ def _appears_whole(target: Path) -> Iterator[Path]:
 # -- what is in a checkpoint -------------------------------------------------------------------------------------------
 
 
-def _tree_of(stored: Stored) -> dict[str, Any]:
+def _tree_of(stored: Stored) -> dict[str, object]:
     """By object, what its ``state_dict()`` was, with a `_Slot` for each tensor."""
     names = dict.fromkeys(str(path[0]) for path in stored.paths.values() if path[0] != OWN)
     return {name: restructured(_structure_of(stored, name), _object_of(stored, name)) for name in names}
@@ -156,7 +156,7 @@ def _versions_of(stored: Stored) -> dict[str, Versions]:
     return {str(path[2]): json.loads(json.dumps(found, default=str)) for path, found in zip(paths, read, strict=True)}
 
 
-def _object_of(stored: Stored, name: str) -> Any:
+def _object_of(stored: Stored, name: str) -> object:
     under = stored.under(name)
     others = [key for key in under if stored.shape(key) is None]
     values = dict(zip(others, stored.read([(Piece(under[key], ()), None) for key in others]), strict=True))
@@ -173,7 +173,7 @@ def _slot(stored: Stored, key: str, path: KeyPath) -> _Slot:
     return _Slot(path, shape, dtype)
 
 
-def _optimizer_of(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
+def _optimizer_of(leaves: Mapping[KeyPath, Any]) -> dict[str, object]:
     """As ``optimizer.state_dict()`` has it: parameters have numbers, in the order of their groups."""
     groups: dict[int, dict[str, Any]] = {}
     for path, value in leaves.items():
@@ -217,11 +217,11 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 """The classes of mappings that ``weights_only=True`` knows."""
 
 
-_BASES: Mapping[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+_BASES: Mapping[type, Callable[[Any], object]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 """What numpy's numbers and the members of some enumerations are besides, and how they become nothing else."""
 
 
-def _plain_only(tree: object, path: KeyPath) -> Any:
+def _plain_only(tree: object, path: KeyPath) -> object:
     """Without what ``weights_only=True`` would refuse: it would refuse the whole file. Tensors are slots then."""
     if isinstance(tree, Mapping):
         return _plain_mapping(tree, path)
@@ -237,7 +237,7 @@ def _plain_only(tree: object, path: KeyPath) -> Any:
     return _LEFT_OUT
 
 
-def _plain_mapping(tree: Mapping[Any, object], path: KeyPath) -> dict[Any, Any]:
+def _plain_mapping(tree: Mapping[Any, object], path: KeyPath) -> dict[object, object]:
     found = {}
     for key, one in tree.items():
         if not _is_plain(key):
@@ -261,7 +261,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _with_slots(tree: Any, path: KeyPath) -> Any:
+def _with_slots(tree: Any, path: KeyPath) -> object:
     """Tensors within other values, as slots: what stands for tensors in the file has no numbers before it is filled."""
     if is_block(tree) and type(tree) is torch.Tensor and not tree.requires_grad:
         return _Held(path, tuple(tree.shape), tree.dtype, tree)
@@ -272,7 +272,7 @@ def _with_slots(tree: Any, path: KeyPath) -> Any:
     return tree
 
 
-_LEFT_OUT: Any = object()
+_LEFT_OUT: object = object()
 
 
 def _is_plain(value: object) -> bool:
@@ -361,7 +361,7 @@ def _write_safetensors(file: Path, stored: Stored, tree: Mapping[str, Any], vers
         safetensors_file.write(stream, described, {name: one for name, one in versions.items() if name in tree})
 
 
-def _tensors_only(name: str, module: Mapping[str, object]) -> dict[str, Any]:
+def _tensors_only(name: str, module: Mapping[str, object]) -> dict[str, object]:
     """Of a module; what is left out is what its extra state is, which most programs can do without."""
     left_out = [
         f"{name}.{key}" for key, value in module.items() if not isinstance(value, _Slot) and not is_block(value)

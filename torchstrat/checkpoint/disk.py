@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 _WRITE_BACK_BYTES = 16 << 20
 _SYNC_FILE_RANGE_WRITE = 2
@@ -149,6 +148,6 @@ def _begin_to_write_back(descriptor: int, offset: int, length: int) -> None:
 
 
 @cache
-def _system_call(name: str) -> Callable[..., Any] | None:
+def _system_call(name: str) -> Callable[..., object] | None:
     """What Python has no function for; None where the system does not have it either."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None

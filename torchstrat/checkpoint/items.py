@@ -197,7 +197,7 @@ class TensorsItem:
         self.name = name
         self._value = value
         self._servers = servers
-        self._values: dict[KeyPath, Any] = {}
+        self._values: dict[KeyPath, object] = {}
         self._versions: Versions | None = None
         self.parts: list[_Part] = []
         if isinstance(value, TensorInShards):

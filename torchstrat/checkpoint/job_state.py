@@ -47,7 +47,7 @@ NAME = OWN
 class JobState:
     """Of one process, at one moment. ``strategies``: the streams of those that the objects belong to."""
 
-    process: Mapping[str, Any]
+    process: Mapping[str, object]
     strategies: Sequence[Mapping[str, Any]]
     parameter_servers: Mapping[str, int]
 
@@ -107,7 +107,7 @@ def reads(
 # -- a process ---------------------------------------------------------------------------------------------------------
 
 
-def _process_state() -> dict[str, Any]:
+def _process_state() -> dict[str, object]:
     state: dict[str, object] = {
         "torch": state_of(),
         "seedings": seedings.state_dict(),
@@ -133,7 +133,7 @@ def _load_process(state: Mapping[str, Any]) -> None:
         _load_numpy(state["numpy"])
 
 
-def _numpy_state() -> dict[str, Any]:
+def _numpy_state() -> dict[str, object]:
     """Of ``numpy.random``'s functions. Empty where nobody has imported it, or has put another generator there."""
     module = sys.modules.get("numpy.random")
     state = {} if module is None else module.get_state(legacy=False)

@@ -190,13 +190,13 @@ def _checksum(content: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _as_json(check: FileCheck) -> dict[str, Any]:
+def _as_json(check: FileCheck) -> dict[str, object]:
     if check.crc32 is not None:
         return {"bytes": check.bytes, "crc32": check.crc32}
     return {"bytes": check.bytes, "entries": [_entry_as_json(entry) for entry in check.entries]}
 
 
-def _entry_as_json(entry: Entry) -> dict[str, Any]:
+def _entry_as_json(entry: Entry) -> dict[str, object]:
     left_out = () if entry.shape is not None else ("shape", "dtype", "first", "rows")
     return {name: value for name, value in entry._asdict().items() if name not in left_out}
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OTHER_STATE = "other_state"
 """Of an optimizer, what its ``state`` has under other keys than parameters."""
 
-untouched_rows: Callable[[Optimizer, int, torch.Tensor], dict[str, Any]] | None = None
+untouched_rows: Callable[[Optimizer, int, torch.Tensor], dict[str, object]] | None = None
 """The state of rows that an optimizer has in a group and has never stepped. The room that steps rows puts it here."""
 
 
@@ -104,7 +104,7 @@ class OptimizerItem:
         pairs = zip(self._parameters, self._pieces, strict=True)
         return any(other.path == piece.path and self._optimizer.state.get(tensor) for tensor, other in pairs)
 
-    def _untouched_state(self, shard: torch.Tensor) -> dict[str, Any]:
+    def _untouched_state(self, shard: torch.Tensor) -> dict[str, object]:
         """Of a shard of a `ShardedVariable` that no step has changed yet, while others have been stepped."""
         groups = self._optimizer.param_groups
         number = next(n for n, group in enumerate(groups) if any(shard is one for one in group["params"]))
@@ -200,7 +200,7 @@ class OptimizerItem:
                 del by_name[name]
         return by_name
 
-    def _stored_groups(self, stored: Stored) -> dict[Any, list[str]]:
+    def _stored_groups(self, stored: Stored) -> dict[object, list[str]]:
         """By group, the parameters that the optimizer had, by their names."""
         from torchstrat.checkpoint.files import read
 

@@ -103,7 +103,7 @@ def structure_of(value: Any) -> Structure | None:
     return _empty_like(value), inside
 
 
-def _empty_like(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _empty_like(value: Mapping[str, Any]) -> Mapping[str, object]:
     """A plain dict where there is none that pickles."""
     if type(value) is dict:
         return {}

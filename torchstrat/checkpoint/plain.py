@@ -80,7 +80,7 @@ class PlainFile:
         """See `reading.read`. A file of this kind has no checksums."""
         return [self._part(piece, rows) for piece, rows in wanted]
 
-    def _part(self, piece: Piece, rows: int | None) -> Any:
+    def _part(self, piece: Piece, rows: int | None) -> object:
         if piece.key not in self.paths:
             raise InvalidArgumentError(f"{self.folder} has no {piece.key}; it has changed since it was opened.")
         entry = self._entry(piece.key)
@@ -128,14 +128,14 @@ def _load(file: Path) -> Any:
         ) from error
 
 
-def _load_mapped(file: Path, *, weights_only: bool) -> Any:
+def _load_mapped(file: Path, *, weights_only: bool) -> object:
     import zipfile
 
     is_mappable = zipfile.is_zipfile(file)  # torch's own format before 1.6 is not
     return torch.load(file, map_location="cpu", mmap=is_mappable, weights_only=weights_only)
 
 
-def _leaves(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(path: KeyPath, value: object) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, inner in value.items():
             yield from _leaves((*path, key), inner)

@@ -132,7 +132,7 @@ class EntryReading:
             yield count
             position, memory = position + count, memory[count:]
 
-    def _unpickled(self, stream: BinaryIO, packed: bytearray) -> Any:
+    def _unpickled(self, stream: BinaryIO, packed: bytearray) -> object:
         try:
             return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
         except Exception as error:  # a class that is not there any more, or whatever its own unpickling raises

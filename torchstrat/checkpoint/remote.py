@@ -56,8 +56,8 @@ class ServersWritten:
 
     parts: list[WrittenPart]
     whole_tensors: list[tuple[Piece, torch.Tensor]]
-    whole_values: list[tuple[KeyPath, Any]]
-    applied: Mapping[str, Any]
+    whole_values: list[tuple[KeyPath, object]]
+    applied: Mapping[str, object]
 
 
 class ServerCut(Protocol):

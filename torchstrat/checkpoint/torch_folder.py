@@ -102,7 +102,7 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
-def _member(of: Any, name: str) -> Any:
+def _member(of: Any, name: str) -> object:
     encoding = _CLASSES.get((_MODULE, "_MEM_FORMAT_ENCODING"))
     if encoding is None or of is not encoding:
         raise pickle.UnpicklingError(f"it asks for {name!r} of {of!r}")
@@ -152,7 +152,7 @@ class TorchFolder:
                 self._read_item(reader, name, item, results)
         return results
 
-    def _planned(self, number: int, piece: Piece, rows: int | None) -> tuple[Any, list[ReadItem]]:
+    def _planned(self, number: int, piece: Piece, rows: int | None) -> tuple[object, list[ReadItem]]:
         """What takes the value of ``wanted[number]``, and what is to be read into it."""
         described = self.metadata.state_dict_metadata[piece.key]
         if isinstance(described, BytesStorageMetadata):

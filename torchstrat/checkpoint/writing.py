@@ -357,7 +357,7 @@ def _copied(writes: Writes) -> Writes:
     return Writes(tensors, [(path, _copy(value)) for path, value in writes.values], writes.replicated)
 
 
-def _copy(value: object) -> Any:
+def _copy(value: object) -> object:
     """As it would come back from the file."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
@@ -404,7 +404,7 @@ def _add_job(mine: Writes, states: Sequence[JobState], processes: Processes) -> 
 
 def _write_parts(
     folder: Path, state: State, mine: Writes, processes: Processes, what: str
-) -> tuple[list[WrittenPart], Mapping[str, Any]]:
+) -> tuple[list[WrittenPart], Mapping[str, object]]:
     """What all processes and servers have written; each server's records of applied pushes."""
 
     def write_mine() -> tuple[list[WrittenPart], Mapping[str, Any]]:

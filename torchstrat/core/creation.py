@@ -139,7 +139,7 @@ class _Wraps:
         if original is None:
             return
 
-        def wrapped(instance: object, *args: object, **kwargs: object) -> Any:
+        def wrapped(instance: object, *args: object, **kwargs: object) -> object:
             result = original(instance, *args, **kwargs)
             for watcher in tuple(self._watchers):
                 if watcher.is_current():

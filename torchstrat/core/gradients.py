@@ -341,7 +341,7 @@ def watch_registrations(watcher: Watcher) -> None:
     _watching.add(watcher)
 
 
-def _counting(register: Callable[..., object]) -> Callable[..., Any]:
+def _counting(register: Callable[..., object]) -> Callable[..., object]:
     def counted(tensor: torch.Tensor, hook: Callable[..., object]) -> Any:
         global hooks_registered
         hooks_registered += 1
@@ -354,7 +354,7 @@ untold_hook, untold_post_accumulate_grad_hook = map(_counting, (register_hook, r
 """For hooks of a strategy's own."""
 
 
-def _telling(register: Callable[..., object], counted: Callable[..., object]) -> Callable[..., Any]:
+def _telling(register: Callable[..., object], counted: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(register)
     def told(tensor: torch.Tensor, hook: Callable[..., object]) -> Any:
         watchers = [one for one in tuple(_watching) if one.knows(tensor)]
@@ -368,14 +368,14 @@ def _telling(register: Callable[..., object], counted: Callable[..., object]) ->
     return told
 
 
-def _for_one(watcher: Watcher, hook: Callable[..., object]) -> Callable[..., Any]:
+def _for_one(watcher: Watcher, hook: Callable[..., object]) -> Callable[..., object]:
     replica = watcher.turn()
     if replica is None:
         return hook
     told = weakref.ref(watcher)
 
     @functools.wraps(hook, assigned=(), updated=())
-    def of_one(value: object) -> Any:
+    def of_one(value: object) -> object:
         of = told()
         now = None if of is None else of.turn()
         # Outside of runs what is there is the first replica's.

@@ -103,7 +103,7 @@ def _differ(first: list[Nest], second: list[Nest]) -> bool:
     return len(first) != len(second) or any(one is not other for one, other in zip(first, second, strict=True))
 
 
-def _copy_of_its_own(like: object) -> Any:
+def _copy_of_its_own(like: object) -> object:
     """A copy that shares none of the containers which hold its entries."""
     made = copy.copy(like)
     for name, value in vars(made).items():

@@ -174,7 +174,7 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
                 yield from _wrapped_by(member, seen)
 
 
-def own_step(optimizer: Optimizer) -> Any:
+def own_step(optimizer: Optimizer) -> object:
     """What the program has put into the object in the place of its class's ``step``; None if it has not. A scheduler
     puts a wrapper there, around the one or the other."""
     step: Any = vars(optimizer).get("step")
@@ -185,7 +185,7 @@ def own_step(optimizer: Optimizer) -> Any:
     return None if is_of_class else types.MethodType(wrapped, optimizer)
 
 
-def hyperparameters(group: Mapping[str, object]) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, object]) -> dict[str, object]:
     """Of a parameter group, all but its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
@@ -248,7 +248,7 @@ def keep_elements(
             memory.copy_(elements)
 
 
-def kept_by(optimizer: Optimizer) -> list[Any]:
+def kept_by(optimizer: Optimizer) -> list[object]:
     """Where an optimizer, and those that it wraps, keep what they know of parameters."""
     found: list[object] = []
     for one in (optimizer, *wrapped_by(optimizer)):
@@ -299,7 +299,7 @@ def be_idle(stand_in: Optimizer, result: object = None) -> Optimizer:
 
 def _idling(step: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def idling(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
+    def idling(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         found = vars(optimizer)
         return found[_IS_IDLE] if _IS_IDLE in found else step(optimizer, *args, **kwargs)
 
@@ -456,7 +456,7 @@ class _Blocks:
         row: Sequence[torch.Tensor] = tensor.detach().view(-1).split(self._count)
         return row
 
-    def _parts(self, value: object) -> Iterator[Any]:
+    def _parts(self, value: object) -> Iterator[object]:
         if isinstance(value, torch.Tensor) and value.shape == self._parameter.shape:
             yield from self._row(value)
             return
@@ -489,7 +489,7 @@ class _Blocks:
             if value is not self._before.get(name, _MISSING):
                 self._optimizer.state[self._parameter][name] = self._joined([state[name] for state in states])
 
-    def _joined(self, parts: list[Any]) -> Any:
+    def _joined(self, parts: list[Any]) -> object:
         if isinstance(parts[0], torch.Tensor) and parts[0].shape == self.leaves[0].shape:
             return torch.cat(parts).view(self._parameter.shape)
         return parts[0]

@@ -63,7 +63,7 @@ def class_of_pieces(kind: type) -> type:
 
     def passed_on(
         cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
-    ) -> Any:
+    ) -> object:
         return call_operator(func, args, kwargs)
 
     members = {"__module__": kind.__module__, "__torch_dispatch__": classmethod(passed_on), _PLAIN: kind}
@@ -78,7 +78,7 @@ def plain_kind(kind: type) -> Any:
     return getattr(kind, _PLAIN, kind)
 
 
-def call_operator(func: Callable[..., object], args: Sequence[object], kwargs: Any) -> Any:
+def call_operator(func: Callable[..., object], args: Sequence[object], kwargs: Any) -> object:
     """Reported like any function; below that, pieces are of no class of their own."""
     with DisableTorchDispatch():
         return func(*args, **(kwargs or {}))

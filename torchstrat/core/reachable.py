@@ -172,7 +172,7 @@ def _is_library(module_name: str | None) -> bool:
     return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
-def _open(value: object, reached: Reached) -> Iterator[Any]:
+def _open(value: object, reached: Reached) -> Iterator[object]:
     """Record ``value`` if it is of a kind that is looked for, and yield what to look at next."""
     if isinstance(value, torch.Tensor):
         if _is_variable(value):
@@ -224,7 +224,7 @@ def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[Any]:
                 yield getattr(value, name)
 
 
-def _from_callable(fn: object) -> list[Any]:
+def _from_callable(fn: object) -> list[object]:
     if isinstance(fn, types.FunctionType):
         return _from_function(fn)
     if isinstance(fn, functools.partial):
@@ -241,7 +241,7 @@ def _from_callable(fn: object) -> list[Any]:
     return [*([] if wrapped is None else [wrapped]), *_attributes(fn), *called]
 
 
-def _from_function(fn: types.FunctionType) -> list[Any]:
+def _from_function(fn: types.FunctionType) -> list[object]:
     wrapped = getattr(fn, "__wrapped__", None)
     found = [] if wrapped is None else [wrapped]
     is_library = _is_library(fn.__module__)

@@ -225,7 +225,7 @@ def reduce_components(op: ReduceOp, components: Sequence[object], axis: Axis) ->
     return total / sum(count for _, count in shares) if op is ReduceOp.MEAN else total
 
 
-def weighted_mean_of(value: object, num_replicas: int) -> Any:
+def weighted_mean_of(value: object, num_replicas: int) -> object:
     """`Strategy.reduce` by weights, with all components at hand. What is the same on all replicas is its own mean."""
     if isinstance(value, PerReplica):
         return weighted_mean(value.values, require_known(value.known_weights()))
@@ -325,7 +325,7 @@ def weighted_sum(components: Sequence[torch.Tensor], weights: Sequence[float]) -
     return total
 
 
-def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
+def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> object:
     """`Strategy.reduce` of a value that is not distributed.
 
     Without an axis it is taken as equal on all replicas: its mean is itself. So is the sum of one replica; of several
@@ -352,7 +352,7 @@ def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any
     )
 
 
-def gather_plain(value: object, axis: int) -> Any:
+def gather_plain(value: object, axis: int) -> object:
     """`Strategy.gather` of a value that is not distributed: the value itself, once the axis has been checked."""
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise UnsupportedError(f"gather needs dense tensors; got layout {value.layout}. Call .to_dense() first.")

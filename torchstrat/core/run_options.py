@@ -72,7 +72,7 @@ class RunOptions(_Fields):
     xla_options = property(lambda self: self.experimental_xla_options)
 
 
-def _one_of(name: str, long: object, short: object) -> Any:
+def _one_of(name: str, long: object, short: object) -> object:
     if long is not None and short is not None:
         raise WrongTypeError(f"RunOptions was given both {name} and experimental_{name}; they are one field.")
     return short if long is None else long

@@ -11,7 +11,7 @@ def methods(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name) for name in names}
 
 
-def properties(*names: str) -> set[Any]:
+def properties(*names: str) -> set[object]:
     """What reads them."""
     return {getattr(torch.Tensor, name).__get__ for name in names}
 

@@ -498,7 +498,7 @@ class VariableRegistry:
         for value in self.forget_since(counts):
             self._given_up.add(value)
 
-    def forget_since(self, counts: tuple[int, int, int]) -> list[Any]:
+    def forget_since(self, counts: tuple[int, int, int]) -> list[object]:
         """Forget what was recorded since these were the `counts`, and give it."""
         forgotten = []
         for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):

@@ -131,7 +131,7 @@ class IterableLoader:
         self._streams = RandomStreams(own=generators_in(*owners))
         self._kept: DataLoader[Any] | None = None
         # Of persistent workers: the states from which their seed was drawn, and how often they have started over.
-        self._started: dict[str, Any] | None = None
+        self._started: dict[str, object] | None = None
         self._passes = 0
         self._again: Resume | None = None
         self._pipeline: int | None = None

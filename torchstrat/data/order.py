@@ -339,7 +339,7 @@ def _grouped_samplers(loader: DataLoader[Any]) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None)
 
 
-def _generators_of(loader: DataLoader[Any]) -> list[Any]:
+def _generators_of(loader: DataLoader[Any]) -> list[object]:
     """Generators beside the process's that drawing indices can reach."""
     found = [one for sampler in _grouped_samplers(loader) for one in generators_of_data(sampler, None)]
     return list({id(one): one for one in found}.values())
@@ -530,7 +530,7 @@ class IndexOrder:
         return (type(own).__name__, seeded, str(settings), zlib.crc32(repr(numbers).encode()))
 
 
-def _own_sampler(sampler: object) -> Any:
+def _own_sampler(sampler: object) -> object:
     """The sampler inside, if it is one of torch's own, alone or in torch's own `BatchSampler`; else None."""
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

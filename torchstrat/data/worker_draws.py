@@ -110,7 +110,7 @@ class Watch:
         if self._left:
             self._stood = process_stands()
 
-    def _collated(self, collate: Callable[[Any], object], examples: object) -> Any:
+    def _collated(self, collate: Callable[[Any], object], examples: object) -> object:
         batch = collate(examples)
         if self._left and self._stood is not None:
             self._left -= 1

@@ -45,7 +45,7 @@ class WorkerIterator:
     def __next__(self) -> Any:
         return unmarked(next(self._batches))
 
-    def get_next(self) -> Any:
+    def get_next(self) -> object:
         """The next batch; raises `OutOfRangeError` after the last."""
         try:
             return unmarked(next(self._batches))
@@ -59,7 +59,7 @@ class Resources:
     def __init__(self, call: Callable[[Any], Any]) -> None:
         self._call = call
         self._specs: dict[int, ResourceSpec] = {}
-        self._built: dict[int, Any] = {}
+        self._built: dict[int, object] = {}
 
     def learn(self, spec: ResourceSpec) -> None:
         self._specs[spec.number] = spec
@@ -82,13 +82,13 @@ class Resources:
                 raise kind(f"{spec.what} could not be built on its worker: {error!r}") from error
         return self._built[number]
 
-    def _build(self, spec: ResourceSpec) -> Any:
+    def _build(self, spec: ResourceSpec) -> object:
         if spec.source is None:
             return self._call(spec.builder)
         return WorkerIterator(self.get(spec.source))
 
 
-def _iterate(dataset: object) -> Iterator[Any]:
+def _iterate(dataset: object) -> Iterator[object]:
     """A new pass over a dataset of batches."""
     if isinstance(dataset, list | tuple | dict | str | bytes):
         raise WrongTypeError(

@@ -118,7 +118,7 @@ class RemoteValue(Generic[T_co]):
         return f"<RemoteValue of function {self._function} ({self._name}), {state}>"
 
 
-def _to_numpy(leaf: object) -> Any:
+def _to_numpy(leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
     if leaf.dtype == torch.bfloat16:
@@ -272,7 +272,7 @@ def is_function(dataset_fn: object) -> bool:
     return callable(dataset_fn) and not (hasattr(dataset_fn, "__getitem__") or hasattr(dataset_fn, "__iter__"))
 
 
-def require_dataset(dataset: object) -> Any:
+def require_dataset(dataset: object) -> object:
     if isinstance(dataset, list | tuple | dict | str | bytes) or not (
         hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
     ):

@@ -90,7 +90,7 @@ class KnownWorker:
         """For the answer to `telling`, before they are sent: a worker can bring two batches into order, not three."""
         self.telling: int | None = None
         """The number of a batch without functions that has no answer yet."""
-        self._gone: list[Any] = []  # that it has not been told of
+        self._gone: list[object] = []  # that it has not been told of
         self._next_number = 0
         self._open: dict[int, tuple[int, ...]] = {}  # batches without an answer: number → functions
         self._codes = Recent(KEPT_CODES)
@@ -340,7 +340,7 @@ class WorkerCalls:
             events.append(HandedBack(*_names(peer), report.handed_back))
         self._take(News(peer.incarnation, events, results, report))
 
-    def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
+    def _unpacked(self, report: Report) -> tuple[list[object], dict[int, BaseException]]:
         """The results, and the errors of those that cannot be opened."""
         results: list[object] = []
         faults: dict[int, BaseException] = {}
@@ -390,7 +390,7 @@ def release(objects: Sequence[Any], job: Job, registry: VariableRegistry, works:
     job.let_go(list(going.values()))
 
 
-def _parts_of(value: object) -> Iterator[Any]:
+def _parts_of(value: object) -> Iterator[object]:
     """What goes with it, itself included."""
     if isinstance(value, nn.Module):
         for module in value.modules():
@@ -407,7 +407,7 @@ def _parts_of(value: object) -> Iterator[Any]:
         )
 
 
-def _needs(value: object) -> Iterator[Any]:
+def _needs(value: object) -> Iterator[object]:
     """What a function that refers to ``value`` may use, and what it cannot be without."""
     yield value
     if isinstance(value, nn.Module):

@@ -65,7 +65,7 @@ def _combined_by_weight(engine: Any, op: ReduceOp, gradients: tuple[torch.Tensor
 
 def differentiable(
     function: type[torch.autograd.Function], value: object, exchange: Exchange, how: object, call: str
-) -> Any:
+) -> object:
     """Apply one of the functions above to the leaves of a nest, in a single exchange."""
     tensors = [as_tensor(leaf, call) for leaf in nest.leaves(value)]
     if not tensors:

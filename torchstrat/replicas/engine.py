@@ -121,7 +121,7 @@ def regroup(results: dict[int, object], weights: Weights | None = None, *, is_al
 _COPIED = (list, dict)  # what replicas share is not wrapped, but these are: one replica may have changed its own
 
 
-def _regroup(ids: tuple[int, ...], values: list[Any], weights: Weights | None, *, is_one_of_several: bool) -> Any:
+def _regroup(ids: tuple[int, ...], values: list[Any], weights: Weights | None, *, is_one_of_several: bool) -> object:
     first = values[0]
     if is_one_of_several and not nest.is_nested(first):
         return PerReplica(values, replica_ids=ids, weights=weights) if _is_own(first) else first

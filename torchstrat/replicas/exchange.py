@@ -104,7 +104,7 @@ def _raise_everywhere(
     raise InvalidArgumentError(f"{call} failed on replica {rank}: {text}")
 
 
-def _require_picklable(values: list[object]) -> list[Any]:
+def _require_picklable(values: list[object]) -> list[object]:
     for value in values:
         if not isinstance(value, torch.Tensor):
             pickle.dumps(value)
@@ -166,11 +166,11 @@ def _unpack(value: object) -> Any:
     return torch.frombuffer(bytearray(value.content), dtype=torch.uint8).view(value.dtype).view(value.shape)
 
 
-def _portable(value: object) -> Any:
+def _portable(value: object) -> object:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _meta(value: object) -> Any:
+def _meta(value: object) -> object:
     """What must be equal for tensors to travel as they are; None: send it as an object."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         return tuple(value.shape), value.dtype
@@ -184,7 +184,7 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[object],
         return _reduce_elementwise(communicator, op, local, call)
 
     # Each rank reduces its own part first; only shares and counts travel.
-    def share(values: list[object]) -> list[Any]:
+    def share(values: list[object]) -> list[object]:
         return [reduction.sum_and_count(reduction.as_tensor(value, "reduce"), axis, op) for value in values]
 
     pairs = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis)).part
@@ -195,10 +195,10 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[object],
 
 
 def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[object], call: str) -> Any:
-    def convert(values: list[object]) -> list[Any]:
+    def convert(values: list[object]) -> list[object]:
         return [reduction.as_tensor(value, "reduce") for value in values]
 
-    def in_one_process(components: list[object]) -> Any:
+    def in_one_process(components: list[object]) -> object:
         return reduction.reduce_components(op, components, None)
 
     tensors, is_alike, components = prepare(communicator, call, local, convert, in_one_process, _kind_if_large)
@@ -226,7 +226,7 @@ def weighted_mean(communicator: Communicator, local: list[object], weights: list
         reduction.require_known(weights)
         return [reduction.as_tensor(value, "reduce") for value in values]
 
-    def in_one_process(components: list[object]) -> Any:
+    def in_one_process(components: list[object]) -> object:
         return reduction.reduce_components(ReduceOp.MEAN, components, None)
 
     own = prepare(communicator, call, local, convert, in_one_process)
@@ -235,7 +235,7 @@ def weighted_mean(communicator: Communicator, local: list[object], weights: list
     return reduction.weighted_mean(values, [float(share) for share in shares])
 
 
-def reduce_number(communicator: Communicator, op: ReduceOp, number: complex, *, must_be_equal: bool = False) -> Any:
+def reduce_number(communicator: Communicator, op: ReduceOp, number: complex, *, must_be_equal: bool = False) -> object:
     """`Strategy.reduce` of a Python number that is no component of a value: each rank's own counts, equal or not."""
     numbers = gather_values(communicator, [number], f"reduce({op.value.lower()}) of a Python number")
     if op is ReduceOp.MEAN and all(other == number for other in numbers):

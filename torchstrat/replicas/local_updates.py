@@ -28,7 +28,7 @@ class LocalRounds:
         self._policy = policy
         self._replica = replica
         self._helpers = helpers
-        self._scales: list[Any] = []
+        self._scales: list[object] = []
         self._before = 0
         self._variables: set[int] = set()
         self._has_stepped = False
@@ -64,7 +64,7 @@ class LocalRounds:
         """The run has failed, perhaps between two replicas' ends of it: it does not count, so that all count alike."""
         self.steps = self._before
 
-    def _read_scalers(self) -> list[Any]:
+    def _read_scalers(self) -> list[object]:
         """A scaler that finds an overflow, on this replica alone, makes no step: its update tells that one was due."""
         return [helper.state_dict() for helper in self._helpers() if isinstance(helper, torch.amp.GradScaler)]
 
@@ -208,7 +208,7 @@ def _copied(value: object) -> Any:
     return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _by_place(optimizer: Optimizer, state: State) -> dict[str, Any]:
+def _by_place(optimizer: Optimizer, state: State) -> dict[str, object]:
     """Names of a checkpoint's are texts: a tensor's is its place in the optimizer."""
     tensors = stepped_by(optimizer)
     return {str(place): _copied(state[tensor]) for place, tensor in enumerate(tensors) if state.get(tensor)}

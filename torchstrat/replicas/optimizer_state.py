@@ -179,7 +179,7 @@ class SharedState:
     def __init__(self, real: dict[Any, Any], copy_of: Callable[[Any], object]) -> None:
         self.real = real
         self.copy_of = copy_of
-        self.before: dict[Any, Any] = {}
+        self.before: dict[Any, object] = {}
         """Entries that the leader has looked at since its last step, as they were."""
         self.views: list[ReplicaView] = []
 
@@ -276,12 +276,12 @@ class ReplicaView(_View):
     def forget(self) -> None:
         self.own.clear()
 
-    def peek(self, key: object) -> Any:
+    def peek(self, key: object) -> object:
         """What it has there; None for nothing."""
         found = self.own[key] if key in self.own else self._theirs(key)
         return None if found is _MISSING else found
 
-    def _theirs(self, key: object) -> Any:
+    def _theirs(self, key: object) -> object:
         before = self.shared.before
         return before[key] if key in before else self.shared.real.get(key, _MISSING)
 

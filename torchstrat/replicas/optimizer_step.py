@@ -67,7 +67,7 @@ class LastHooks:
         """Have the step that has begun made in blocks, where that is quicker. What is then stepped is a stand-in, which
         has nothing to step; so hooks that follow find all of it done."""
 
-        def last(stepped: Optimizer, args: Any, kwargs: object) -> Any:
+        def last(stepped: Optimizer, args: Any, kwargs: object) -> object:
             if args[0] is not stepped or not step_in_blocks(stepped):  # a hook of the user's own steps another one
                 return None
             return (make_stand_in(stepped), *args[1:]), kwargs
@@ -120,7 +120,7 @@ class StepCall(NamedTuple):
     """The variables that it may change."""
     name: str
     """The same on every replica."""
-    closure: Callable[[], Any] | None
+    closure: Callable[[], object] | None
     args: Any
     """With the optimizer first."""
     kwargs: Any
@@ -153,7 +153,7 @@ class StepPolicy(Protocol):
     def end_evaluation(self, call: StepCall) -> None:
         """They have: what they have done to parameters in place becomes what one device would have."""
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> object:
         """Make the step, where one replica does for all. ``evaluate``: the closure on all replicas; its value, and
         gradients, are those of all."""
 
@@ -341,7 +341,7 @@ def step_led(call: StepCall, pause: Callable[[], None], evaluate: Callable[[], A
     return type(call.optimizer).step(*args, **kwargs)
 
 
-def closure_of(args: Sequence[object], kwargs: dict[str, object]) -> Callable[[], Any] | None:
+def closure_of(args: Sequence[object], kwargs: dict[str, object]) -> Callable[[], object] | None:
     """The closure in a ``step`` call's arguments (``args[0]`` is the optimizer itself)."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None

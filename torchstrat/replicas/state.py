@@ -31,7 +31,7 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 
 
-def private_value(value: Any, vectors: Container[int] = ()) -> Any:
+def private_value(value: Any, vectors: Container[int] = ()) -> object:
     """``vectors``: the ``id`` of tensors that stay themselves."""
     kind = type(value)
     if kind in _ATOMS:
@@ -81,7 +81,7 @@ is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container) 
 SEQUENCES = (list, tuple, collections.deque)
 
 
-def trace(value: Any) -> Any:
+def trace(value: Any) -> object:
     """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
     if isinstance(value, torch.Tensor):
         return (_Identity(value), 0 if value.is_inference() else version_of(value))

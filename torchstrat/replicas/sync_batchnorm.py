@@ -126,7 +126,7 @@ class _OwnForward(nn.Module):
 
     _of: type[nn.Module]
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         replica = _several_replicas(self)
         if replica is None:
             return super().forward(*args, **kwargs)
@@ -146,7 +146,7 @@ class _OwnForward(nn.Module):
         return (_new, (self._of, *reduced[1][1:]), *reduced[2:])
 
 
-def _new(subclass: type[nn.Module], *arguments: object) -> Any:
+def _new(subclass: type[nn.Module], *arguments: object) -> object:
     made = _synchronised(subclass)
     return made.__new__(made, *arguments)
 
@@ -228,7 +228,7 @@ def _read_operation(
     return input, training, _Call(weight, bias, running_mean, running_var, momentum, eps)
 
 
-_READ: dict[Any, Callable[..., _Read]] = {F.batch_norm: _read_functional, torch.batch_norm: _read_operation}
+_READ: dict[object, Callable[..., _Read]] = {F.batch_norm: _read_functional, torch.batch_norm: _read_operation}
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

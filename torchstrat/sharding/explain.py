@@ -385,7 +385,7 @@ def _draw_panel(axes: Any, names: str, layout: Layout, device_names: Sequence[st
     axes.spines[:].set_visible(False)
 
 
-def _text_style(texts: Sequence[Sequence[str]], width_inches: float, height_inches: float) -> dict[str, Any]:
+def _text_style(texts: Sequence[Sequence[str]], width_inches: float, height_inches: float) -> dict[str, object]:
     """How text fits into a box of that size, lying or standing; empty: it does not."""
     characters, lines = max(len(line) for text in texts for line in text), max(map(len, texts))
 

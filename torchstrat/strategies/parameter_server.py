@@ -354,7 +354,7 @@ class ParameterServerStrategy(Strategy):
                 variable, ("variable", storage.spec.number), recipe_of_variable(variable, storage)
             )
 
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any:
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
         self._require_coordinator("Variable")
         if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
             return None

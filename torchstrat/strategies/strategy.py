@@ -247,7 +247,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     def _run_on_engine(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
-    ) -> Any:
+    ) -> object:
         """``options`` are about compiled steps."""
         return self._engine.run(fn, args, kwargs)
 
@@ -289,7 +289,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             return nest.map_structure(self._weighted_mean, value)
         return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
-    def _weighted_mean(self, leaf: Any) -> Any:
+    def _weighted_mean(self, leaf: Any) -> object:
         if isinstance(leaf, Variable):
             raise InvalidArgumentError(
                 "reduce with weighted=True got a Variable, which has no rows; leave weighted out, or pass what "
@@ -299,7 +299,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             return self._reduce_leaf(ReduceOp.MEAN, leaf, None)
         return self._engine.weighted_mean(leaf)
 
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> Any:
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> object:
         if isinstance(leaf, Variable):
             return leaf._reduced(op, axis)
         if axis is None and not self._wraps_values and not isinstance(leaf, torch.Tensor | DistributedValues):
@@ -319,7 +319,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         dim = parse_gather_axis(axis)
         return nest.map_structure(lambda leaf: self._gather_leaf(leaf, dim), value)
 
-    def _gather_leaf(self, leaf: Any, dim: int) -> Any:
+    def _gather_leaf(self, leaf: Any, dim: int) -> object:
         return leaf._gathered(dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
 
     @overload
@@ -348,7 +348,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _variable_made(self, variable: Variable) -> None:
         """A `Variable` of this strategy is complete."""
 
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any:
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
         """What to make instead of a `Variable`; None where this strategy does not split variables.
 
         ``kind``: the aggregation and the synchronization."""

@@ -150,7 +150,7 @@ class SeedNames(ExperimentalNames, VersionOneCalls):
     """Everything that `Strategy` answers to besides its own names."""
 
 
-def _as_dict(config: object) -> dict[str, Any]:
+def _as_dict(config: object) -> dict[str, object]:
     if not isinstance(config, Mapping):
         raise WrongTypeError(f"a session config is a mapping or an OmegaConf config; got {type(config).__name__}.")
     return dict(config)

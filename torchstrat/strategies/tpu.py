@@ -138,7 +138,7 @@ class TPUStrategy(Strategy):
 
     def _run_on_engine(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
-    ) -> Any:
+    ) -> object:
         if self._unchecked_rules is not None:
             self._unchecked_rules.require_all_used()
             self._unchecked_rules = None

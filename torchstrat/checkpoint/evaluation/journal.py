@@ -144,7 +144,7 @@ class Journal:
                 self._writer.add_scalar(f"evaluation/{name}", value, evaluation.step, walltime=evaluation.time)
             self._writer.flush()
 
-    def _make_writer(self) -> Any:
+    def _make_writer(self) -> object:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

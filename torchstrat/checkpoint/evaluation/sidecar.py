@@ -207,7 +207,7 @@ def _sum(name: str, returned: object, rows: int) -> torch.Tensor:
     return value.sum()
 
 
-def _pair(batch: object) -> tuple[Any, Any]:
+def _pair(batch: object) -> tuple[Any, object]:
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
     raise WrongTypeError(
@@ -221,7 +221,7 @@ def _device_of(model: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
 
 
-def _moved(batch: object, place: torch.device | None) -> Any:
+def _moved(batch: object, place: torch.device | None) -> object:
     plain = unmarked(batch)
     if place is None:
         return plain

@@ -35,7 +35,7 @@ class StoreVisits:
 
     def __init__(self, store: Any) -> None:
         self._first = store
-        self._store: Any = None
+        self._store: object = None
         self._late: threading.Thread | None = None
 
     @property

@@ -23,9 +23,9 @@ class _Owner(Protocol):
     @property
     def _epoch(self) -> Epoch: ...
     @property
-    def _lock(self) -> AbstractContextManager[Any]: ...
+    def _lock(self) -> AbstractContextManager[object]: ...
     @property
-    def _reader(self) -> Any: ...
+    def _reader(self) -> object: ...
     def _will_not_come_again(self, epoch: Epoch, positions: Positions) -> None: ...
 
 
@@ -205,7 +205,7 @@ class Reader:
         return unmarked(self._collate([self._dataset[index] for index in indices]))
 
 
-def read_batch(reader: Reader, rows: bytes) -> Any:
+def read_batch(reader: Reader, rows: bytes) -> object:
     """What a lease is unpickled with, on a worker. ``rows``: their numbers, int64."""
     return reader.read(np.frombuffer(rows, dtype=np.int64))
 

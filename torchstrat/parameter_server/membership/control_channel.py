@@ -269,7 +269,7 @@ End = TypeVar("End")
 class _Event:
     """With an ``answer`` somebody waits for what the action returns or raises."""
 
-    action: Callable[[], Any]
+    action: Callable[[], object]
     answer: Future[Any] | None = None
 
 

@@ -30,7 +30,7 @@ from torchstrat.parameter_server.membership.task_host import (
 from torchstrat.parameter_server.phases import PLAN_VARIABLE, follow_plan
 from torchstrat.parameter_server.transport.auth import load_secret, new_secret
 
-_SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[Any, ...]]]] = {
+_SERVICES: dict[str, tuple[str, str, Callable[[Task], tuple[object, ...]]]] = {
     PARAMETER_SERVER: ("torchstrat.parameter_server.server.service", "VariableServer", lambda task: ()),
     WORKER: ("torchstrat.parameter_server.worker.worker", "FunctionWorker", lambda task: (task.index,)),
 }

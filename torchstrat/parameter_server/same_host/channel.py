@@ -96,7 +96,7 @@ class Dropped(NamedTuple):
 
 Message: TypeAlias = Request | Answer | Written | NeedsRoom | Room | Dropped
 
-_KINDS: tuple[type[Any], ...] = (Request, Answer, Written, NeedsRoom, Room, Dropped)
+_KINDS: tuple[type[object], ...] = (Request, Answer, Written, NeedsRoom, Room, Dropped)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -306,7 +306,7 @@ def timed_out(peer: Peer, method: str, seconds: float) -> PeerTimeoutError:
 
 
 def _raising(error: Exception) -> Callable[[], Any]:
-    def fail() -> Any:
+    def fail() -> object:
         raise error
 
     return fail

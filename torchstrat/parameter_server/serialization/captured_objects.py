@@ -70,7 +70,7 @@ class Described:
     spec: VariableSpec
 
 
-def culprit_of(error: Exception, last: object) -> tuple[Any, str]:
+def culprit_of(error: Exception, last: object) -> tuple[object, str]:
     """What could not be pickled, and why."""
     if isinstance(error, Refused):
         return error.value, error.reason
@@ -105,7 +105,7 @@ class Outgoing:
         self.tokens: dict[Token, Any] = {}
         self.described: set[Token] = set()
 
-    def reference_to(self, value: object) -> tuple[Any, ...] | None:
+    def reference_to(self, value: object) -> tuple[object, ...] | None:
         if id(value) in self._fresh:
             return None
         if type(value) in _NEVER_CAPTURED:
@@ -125,7 +125,7 @@ class Outgoing:
             raise Refused(value, reason)
         return None
 
-    def _described(self, value: object) -> tuple[Any, ...] | None:
+    def _described(self, value: object) -> tuple[object, ...] | None:
         """Within an increment: what the worker makes its own object from, at whatever place it meets it first."""
         spec = value.spec if isinstance(value, Described) else None
         if isinstance(value, torch.Tensor):
@@ -151,7 +151,7 @@ class Outgoing:
     def by_value(self, value: object) -> bool:
         return self._catalog.reach.by_value(value, self._root, self._memo)
 
-    def rests_on(self, value: object) -> list[tuple[Look, list[Any]]] | None:
+    def rests_on(self, value: object) -> list[tuple[Look, list[object]]] | None:
         """Of a function or class that goes by name: see `Reach.rests_on`."""
         return self._catalog.reach.rests_on(value)
 
@@ -267,7 +267,7 @@ class Catalog:
         self.reach = Reach(self._matters, self._holds_captured)
         self.captures = 0
         """Counts what was given a token, but for tensors."""
-        self.warned: set[Any] = set()
+        self.warned: set[object] = set()
         """What has been warned about, so that each warning appears once."""
 
     # -- tokens -----------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class Catalog:
     def _live(self) -> Iterator[_Entry]:
         return iter(list(self._by_id.values()))
 
-    def registered(self) -> list[Any]:
+    def registered(self) -> list[object]:
         """What was registered by hand, as far as it is alive."""
         return [value for entry in self._live() if (value := entry.get()) is not None]
 

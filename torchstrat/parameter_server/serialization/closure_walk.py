@@ -67,11 +67,11 @@ Look = Callable[[], Collection[Any]]
 class _Footprint:
     """What a negative answer rests on: as long as it is the same, so is the answer."""
 
-    names: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = field(default_factory=list)
+    names: list[tuple[dict[str, Any], tuple[str, ...], tuple[object, ...]]] = field(default_factory=list)
     """Namespaces, the names used of them, and what these meant."""
-    functions: list[tuple[types.FunctionType, tuple[Any, ...]]] = field(default_factory=list)
+    functions: list[tuple[types.FunctionType, tuple[object, ...]]] = field(default_factory=list)
     """Functions that were passed through, the root first, and their `_extras`."""
-    spaces: dict[int, dict[str, Any]] = field(default_factory=dict)
+    spaces: dict[int, dict[str, object]] = field(default_factory=dict)
     """Namespaces of all modules that were passed through, by id."""
 
     def is_same(self, root: Any) -> bool:
@@ -98,7 +98,7 @@ class Reach:
     def __init__(self, is_captured: Callable[[Any], bool], holds_captured: Callable[[dict[str, Any]], bool]) -> None:
         self._is_captured = is_captured
         self._holds_captured = holds_captured
-        self._known: dict[tuple[Any, int], _Footprint] = {}
+        self._known: dict[tuple[object, int], _Footprint] = {}
 
     def by_value(self, value: object, root: object, memo: dict[int, bool]) -> bool:
         """Whether a function, a class or a module that could be imported must be sent by value.
@@ -125,7 +125,7 @@ class Reach:
             )
         return self._reaches(value, memo)
 
-    def rests_on(self, root: object) -> list[tuple[Look, list[Any]]] | None:
+    def rests_on(self, root: object) -> list[tuple[Look, list[object]]] | None:
         """What the answer "no" for a function or a class rests on: things to look at, and what was seen. It stands as
         long as each of them shows the very same objects, and nothing else has been captured; None where that is too
         much to look at.
@@ -226,7 +226,7 @@ class Reach:
         return any(map(self._is_captured, _walk(_data_of(space), None, only_data=True)))
 
 
-def _data_of(space: dict[str, object]) -> list[Any]:
+def _data_of(space: dict[str, object]) -> list[object]:
     """What a module's globals hold, but for code and what Python itself puts there."""
     return [
         value
@@ -235,12 +235,12 @@ def _data_of(space: dict[str, object]) -> list[Any]:
     ]
 
 
-def members_used(module: types.ModuleType, names: frozenset[str]) -> dict[str, Any]:
+def members_used(module: types.ModuleType, names: frozenset[str]) -> dict[str, object]:
     """The part of a module that functions use which use these names."""
     return {name: value for name, value in list(vars(module).items()) if name in names}
 
 
-def _walk(root: object, footprint: _Footprint | None, *, only_data: bool = False) -> Iterator[Any]:
+def _walk(root: object, footprint: _Footprint | None, *, only_data: bool = False) -> Iterator[object]:
     """Everything that ``root`` reaches, each once, ``root`` first. Libraries are left out; installed packages are
     looked at from within, but not entered from outside: they do not know the user's program. ``only_data``: not what
     functions, classes and modules reach."""
@@ -274,7 +274,7 @@ def _walk(root: object, footprint: _Footprint | None, *, only_data: bool = False
             pending.extend((part, frozenset[str]()) for part in _parts(value))
 
 
-def _from_function(fn: types.FunctionType, footprint: _Footprint | None) -> Iterator[tuple[Any, frozenset[str]]]:
+def _from_function(fn: types.FunctionType, footprint: _Footprint | None) -> Iterator[tuple[object, frozenset[str]]]:
     nothing: frozenset[str] = frozenset()
     for cell in fn.__closure__ or ():
         try:
@@ -297,7 +297,7 @@ def _from_function(fn: types.FunctionType, footprint: _Footprint | None) -> Iter
             yield value, used
 
 
-def _extras(fn: types.FunctionType) -> tuple[Any, ...]:
+def _extras(fn: types.FunctionType) -> tuple[object, ...]:
     """What a function reaches besides its cells and globals."""
     return *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *vars(fn).values()
 
@@ -306,7 +306,7 @@ def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _look_at_function(fn: types.FunctionType, names: tuple[str, ...]) -> list[Any]:
+def _look_at_function(fn: types.FunctionType, names: tuple[str, ...]) -> list[object]:
     """What `_from_function` goes on to; an empty cell as nothing at all."""
     parts = [fn.__code__, *map(fn.__globals__.get, names)]
     if fn.__closure__ is not None:
@@ -318,7 +318,7 @@ def _look_at_function(fn: types.FunctionType, names: tuple[str, ...]) -> list[An
     return parts
 
 
-def _look_at_class(cls: type) -> list[Any]:
+def _look_at_class(cls: type) -> list[object]:
     return [*cls.__bases__, *vars(cls).values()]
 
 
@@ -338,7 +338,7 @@ def _look_at_parts(value: Any) -> Look:
     return lambda: [type(value), *itertools.islice(value.__dict__.values(), _MAX_MEMBERS)]
 
 
-def _look_at_object(value: object) -> tuple[Any, ...]:
+def _look_at_object(value: object) -> tuple[object, ...]:
     return type(value), *value.__dict__.values()
 
 
@@ -353,7 +353,7 @@ def _stays_as_it_is(value: object) -> bool:
     return all(map(_stays_as_it_is, getattr(value, "__dict__", {}).values()))
 
 
-def _parts(value: object) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[object]:
     if isinstance(value, type):
         if not is_library(value.__module__):
             yield from value.__bases__
@@ -373,7 +373,7 @@ def _parts(value: object) -> Iterator[Any]:
         yield from itertools.islice(list(getattr(value, "__dict__", {}).values()), _MAX_MEMBERS)
 
 
-def functions_of(member: object) -> Iterator[Any]:
+def functions_of(member: object) -> Iterator[object]:
     """What stands in a class's body: behind descriptors there are functions."""
     if isinstance(member, staticmethod | classmethod):
         yield member.__func__
@@ -393,7 +393,7 @@ def _is_constant(value: object) -> bool:
     return is_installed(_module_of(value)) or (isinstance(value, types.FunctionType) and not value.__closure__)
 
 
-def _key_of(value: object) -> tuple[Any, int] | None:
+def _key_of(value: object) -> tuple[object, int] | None:
     """What an answer is remembered by; None where it is not."""
     if isinstance(value, types.FunctionType):
         return value.__code__, id(value.__globals__)

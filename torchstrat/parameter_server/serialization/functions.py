@@ -129,7 +129,7 @@ class _ReferencesPickler(pickle.Pickler):
         self.tokens: dict[Token, Any] = {}
         self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
         if type(value) in _SIMPLE:
             return self._catalog.address(value) if type(value) is int else None
         token = None if isinstance(value, type | types.FunctionType) else self._catalog.refer_to(value)
@@ -185,7 +185,7 @@ def pack_result(value: object, world: World, what: str = "result") -> Packed:
     return Packed(blob, pickler.tensors, pickler.buffers, what=what)
 
 
-def unpack_result(packed: Packed) -> Any:
+def unpack_result(packed: Packed) -> object:
     """What a function returned, on the coordinator."""
     if not packed.tensors and plain.holds_no_class_of_a_program(packed.blob):
         return pickle.loads(packed.blob)
@@ -199,7 +199,7 @@ _NONE = Packed(plain.dumps(None), what="result")
 """What most functions return that are scheduled for what they do."""
 
 
-def _unknown(reference: object) -> Any:
+def _unknown(reference: object) -> object:
     raise pickle.UnpicklingError(f"a result holds a reference, {reference!r}, and results hold none.")
 
 
@@ -211,7 +211,7 @@ class _Returning:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def reference_to(self, value: object) -> tuple[Any, ...] | None:
+    def reference_to(self, value: object) -> tuple[object, ...] | None:
         if isinstance(value, torch.Tensor | TensorLike):
             return None
         token = self._world.token_of(value)
@@ -304,7 +304,7 @@ def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_re
     return raised.error
 
 
-def _in_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], Any]:
+def _in_parts(error: Exception) -> tuple[type[Exception], tuple[object, ...], object]:
     """What a class of the user's own, with arguments of its own, can be made of again without calling it. How the class
     itself says that it is pickled counts where pickle does it."""
     kind = type(error)
@@ -313,7 +313,7 @@ def _in_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], Any]:
     return kind, reduced[1], reduced[2] if len(reduced) > 2 else None
 
 
-def _sendable(state: Any, world: World) -> tuple[Any, list[str]]:
+def _sendable(state: Any, world: World) -> tuple[object, list[str]]:
     """The attributes that can travel, and the names of the others."""
     kept: dict[str, object] = {}
     for name, value in state.items():

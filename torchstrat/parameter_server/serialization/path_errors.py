@@ -199,7 +199,7 @@ def path_to(
     return next((path for path, value in paths(root, what, enters) if is_it(value)), None)
 
 
-def paths(root: object, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+def paths(root: object, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple[str, object]]:
     """Everything that ``root`` consists of, each object once, by the shortest way to it; the nearest first."""
     pending: collections.deque[tuple[str, object]] = collections.deque([(what, root)])
     seen: dict[int, object] = {}  # the values too: temporaries must outlive the search, or others could get their ids
@@ -213,7 +213,7 @@ def paths(root: object, what: str, enters: Callable[[Any], bool]) -> Iterator[tu
             pending.extend((path + step, part) for step, part in _parts(value))
 
 
-def _parts(value: object) -> Iterator[tuple[str, Any]]:
+def _parts(value: object) -> Iterator[tuple[str, object]]:
     """What ``value`` consists of, each with how to write it after the path to ``value``."""
     if isinstance(value, str | bytes | int | float | complex | torch.Tensor | type(None)):
         return
@@ -244,7 +244,7 @@ def _parts(value: object) -> Iterator[tuple[str, Any]]:
         yield from _attributes(value)
 
 
-def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, object]]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             yield f" → closure variable {name!r}", cell.cell_contents

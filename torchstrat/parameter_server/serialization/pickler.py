@@ -77,7 +77,7 @@ class References(Protocol):
     makes_plain: bool
     """Whether parameters become plain tensors."""
 
-    def reference_to(self, value: object) -> tuple[Any, ...] | None:
+    def reference_to(self, value: object) -> tuple[object, ...] | None:
         """The persistent id of ``value``; None sends it by value. Raises `Refused` where neither may be."""
 
     def address(self, value: int) -> tuple[str, Any] | None:
@@ -104,7 +104,7 @@ modules_sent_by_value: Callable[[], set[str]] = cloudpickle.list_registry_pickle
 """Modules that the program has registered to be sent by value."""
 
 
-def _reduce_cell(cell: types.CellType) -> Any:
+def _reduce_cell(cell: types.CellType) -> object:
     """Empty first, since it may hold the function that it belongs to."""
     try:
         contents = cell.cell_contents
@@ -132,7 +132,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         {types.CellType: _reduce_cell}, cloudpickle.Pickler.dispatch_table
     )
 
-    def _dynamic_function_reduce(self, fn: types.FunctionType) -> Any:
+    def _dynamic_function_reduce(self, fn: types.FunctionType) -> object:
         make, (code, space, name, defaults, _), (attributes, slots), *others = super()._dynamic_function_reduce(fn)
         slots = {**slots, "__closure__": None}
         module = sys.modules.get(fn.__globals__.get("__name__", ""))
@@ -158,7 +158,7 @@ class ObjectPickler(ValuePickler):
         self._keep: list[torch.Tensor] = []  # temporaries must outlive the pickle, or others could get their ids
         self._data: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
-        self.last: Any = None
+        self.last: object = None
         """What was looked at last: the culprit, when pickling fails."""
 
     def pickle(self, value: object) -> bytes:
@@ -173,7 +173,7 @@ class ObjectPickler(ValuePickler):
     def buffers(self) -> int:
         return len(self._buffers)
 
-    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
         if type(value) in _PLAIN:
             return self._references.address(value) if type(value) is int else None
         self.last = value
@@ -202,7 +202,7 @@ class ObjectPickler(ValuePickler):
             self._buffers.append(torch.frombuffer(bytearray(view), dtype=torch.uint8))
             return False
 
-    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> object:
         if is_compiled(func):
             raise Refused(func, COMPILED)
         return super()._dynamic_function_reduce(func)
@@ -264,7 +264,7 @@ class ObjectUnpickler(pickle.Unpickler):
 class IncrementUnpickler(ObjectUnpickler):
     """For captured objects. What cannot be imported has a stand-in."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) == _IMPORTS_A_MODULE:
             return _import_or_stand_in
         try:
@@ -298,7 +298,7 @@ class PartOfModule(types.ModuleType):
         return importlib.import_module, (self.__name__,)
 
 
-def _reduce_optimizer(optimizer: Optimizer) -> Any:
+def _reduce_optimizer(optimizer: Optimizer) -> object:
     """Its class and all that is set on it, without state: that is made where the variables are."""
     get_state = getattr(optimizer, "__getstate__", None)
     state = dict(get_state() if get_state is not None else vars(optimizer))
@@ -318,7 +318,7 @@ def set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, object], d
     vars(optimizer).update(own)
 
 
-def _reduce_scheduler(scheduler: object) -> Any:
+def _reduce_scheduler(scheduler: object) -> object:
     """As it is; its ``step`` raises in the other process."""
     reduced = scheduler.__reduce_ex__(2)
     if len(reduced) < 3 or not isinstance(reduced[2], dict):
@@ -347,7 +347,7 @@ def load_increment(
 
 class _Salvaging(pickle._Unpickler):
     stack: list[Any]
-    metastack: list[list[Any]]
+    metastack: list[list[object]]
     memo: dict[int, Any]
     dispatch: ClassVar[Any] = dict(pickle._Unpickler.dispatch)
 
@@ -355,10 +355,10 @@ class _Salvaging(pickle._Unpickler):
         super().__init__(io.BytesIO(blob), buffers=arrays)
         self._plain = plain
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         return self._plain.find_class(module, name)
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> object:
         try:
             return self._plain.persistent_load(reference)
         except Exception as error:

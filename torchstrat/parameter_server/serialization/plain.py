@@ -106,7 +106,7 @@ class ClassesHere(pickle.Unpickler):
         super().__init__(*args, **kwargs)
         self._at_home: set[type] = set()
 
-    def find_class(self, module_name: str, name: str) -> Any:
+    def find_class(self, module_name: str, name: str) -> object:
         found = super().find_class(module_name, name)
         if module_name == "cloudpickle.cloudpickle":
             if name in ("_make_skeleton_class", "_make_skeleton_enum"):

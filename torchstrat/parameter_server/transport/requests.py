@@ -103,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(buffer)
         self._tensors = tensors
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == __name__ and name == _attached.__name__:
             return self._tensors.__getitem__
         return super().find_class(module, name)
@@ -426,7 +426,7 @@ def pack_failure(error: BaseException, where: str) -> Packed:
     return Packed(_FAILURE + pickle.dumps((_text(error), note, packed.data)), packed.tensors)
 
 
-def result_of(answer: Packed) -> Any:
+def result_of(answer: Packed) -> object:
     """The result in an answer. Raises the failure in it."""
     content = Packed(answer.data[1:], answer.tensors)
     if answer.data[:1] == _RESULT:

@@ -318,7 +318,7 @@ class RpcEndpoint:
         if link.removed:
             self._disconnect(link)
 
-    def _answer_in(self, value: Callable[[], Any], peer: Peer, counter: int, method: str, seconds: float) -> Any:
+    def _answer_in(self, value: Callable[[], Any], peer: Peer, counter: int, method: str, seconds: float) -> object:
         try:
             received = value()
         except RuntimeError as error:
@@ -528,7 +528,7 @@ def _positive(name: str, seconds: float) -> float:
     return seconds
 
 
-def _raise(error: Exception) -> Any:
+def _raise(error: Exception) -> object:
     raise error
 
 

@@ -322,7 +322,7 @@ class CachedTensor:
         with DisableTorchFunctionSubclass():
             return repr(_torch_private.alias_of(_of(self), _own_class(self), _of(self).requires_grad))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         """A copy is an ordinary tensor of the program's own."""
         if id(self) not in memo:
             value = self._read().clone()
@@ -409,7 +409,7 @@ def aliases_in(result: object, memory: torch.Tensor) -> Iterator[torch.Tensor]:
 # -- what a call does -----------------------------------------------------------------------------------------------
 
 
-def _targets(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _targets(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """What a call changes in place."""
     name = getattr(func, "__name__", "")
     if func in _MAY_WRITE:
@@ -430,7 +430,7 @@ def _by_instance_norm(
     running_var: object = None,
     *_: object,
     **__: object,
-) -> Any:
+) -> object:
     return running_mean, running_var
 
 
@@ -441,11 +441,11 @@ def _by_lookup(
     max_norm: object = None,
     *rest: object,
     **kwargs: object,
-) -> Any:
+) -> object:
     return None if max_norm is None else weight
 
 
-_MAY_WRITE: dict[Any, Callable[..., Any]] = {
+_MAY_WRITE: dict[object, Callable[..., object]] = {
     F.batch_norm: _by_norm,
     F.instance_norm: _by_instance_norm,
     F.embedding: _by_lookup,

@@ -72,7 +72,7 @@ _ADJUSTS = frozenset(
 )
 """Element by element, and with numbers only."""
 
-_FACTORIES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+_FACTORIES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "zeros": ("zero_", ()),
     "zeros_like": ("zero_", ()),
     "new_zeros": ("zero_", ()),
@@ -98,7 +98,7 @@ class _Recorded:
     """What has been done to a storage. ``ops``: operator, arguments, keyword arguments, first element and number of
     elements written (None: all). ``obstacle``: what was done that cannot be done again on a shard."""
 
-    ops: list[tuple[str, tuple[Any, ...], dict[str, Any], tuple[int, int] | None]] = field(default_factory=list)
+    ops: list[tuple[str, tuple[object, ...], dict[str, object], tuple[int, int] | None]] = field(default_factory=list)
     obstacle: str | None = None
 
 
@@ -338,7 +338,7 @@ def _is_copy_of_followed(func: Any, args: tuple[Any, ...]) -> bool:
     return is_copy and _recorded(args[0]) is not None
 
 
-def _constant(source: torch.Tensor) -> Any:
+def _constant(source: torch.Tensor) -> object:
     """The number that every element of a tensor on ``meta`` is, if it was filled with one."""
     recorded = _recorded(source) if source.is_meta else None
     if recorded is None or recorded.obstacle or len(recorded.ops) != 1:

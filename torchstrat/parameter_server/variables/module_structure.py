@@ -72,7 +72,7 @@ def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, Any]:
     return {name: members[name] for name in names_of(object_) if is_fixed(members[name])}
 
 
-def _members_of(value: Any) -> Iterable[Any]:
+def _members_of(value: Any) -> Iterable[object]:
     return value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
 
 
@@ -97,7 +97,7 @@ class _Known(NamedTuple):
     owner: weakref.ref[nn.Module | Optimizer]
     size: int
     """Of its dictionary."""
-    values_of: Callable[[dict[str, Any]], Any]
+    values_of: Callable[[dict[str, Any]], object]
 
 
 class PlainAttributes:
@@ -107,11 +107,11 @@ class PlainAttributes:
         self._watches_derived = watches_derived
         self._known: dict[int, _Known] = {}
         # By identity: a variable in shards is a module, and compares as its values do.
-        self._sent: MutableMapping[nn.Module | Optimizer, dict[str, Any]] = WeakIdKeyDictionary()
+        self._sent: MutableMapping[nn.Module | Optimizer, dict[str, object]] = WeakIdKeyDictionary()
         self._set: MutableMapping[nn.Module | Optimizer, dict[str, SetAttribute]] = WeakIdKeyDictionary()
         self._has_warned = False
 
-    def mark(self, owner: nn.Module | Optimizer) -> Any:
+    def mark(self, owner: nn.Module | Optimizer) -> object:
         """Equal marks of an object: nothing was set. Every call of `schedule` asks for that of every module."""
         members = owner.__dict__
         known = self._known.get(id(owner))
@@ -206,14 +206,14 @@ def _kept(value: object) -> Any:
     return (type(value), value) if is_fixed(value) else _mark_of(value)
 
 
-def _mark_of(value: object) -> Any:
+def _mark_of(value: object) -> object:
     if is_fixed(value):
         return value
     found = _contents(value, _DEPTH)
     return id(value) if found is None else (id(value), found)
 
 
-def _contents(value: Any, depth: int) -> Any:
+def _contents(value: Any, depth: int) -> object:
     """Other ones when a container, a tensor or a record of settings was changed in place; None of what is something
     else, or has parts that are, such as parameters: who holds those tells of them."""
     kind = type(value)
@@ -252,7 +252,7 @@ class ModuleStructure:
     """Remembers what modules had when they were first sent. Weak."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._sent: dict[int, tuple[weakref.ref[nn.Module], list[object]]] = {}
         self._changed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         """With the marks of its hooks, and these in a `Packed`."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -277,7 +277,7 @@ class ModuleStructure:
             self._sent[id(module)] = weakref.ref(module, partial(_forget, self._sent, id(module))), ids
             (self._hooked.add if any(_hook_marks(module)) else self._hooked.discard)(module)
 
-    def mark(self) -> list[Any]:
+    def mark(self) -> list[object]:
         """Equal ones: no hook was registered, or removed, on any module."""
         handle: Any = RemovableHandle
         return [handle.next_id, len(self._hooked), *(mark for module in self._hooked for mark in _hook_marks(module))]
@@ -326,7 +326,7 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _ids(module: nn.Module) -> list[Any]:
+def _ids(module: nn.Module) -> list[object]:
     """Other ones when a parameter, a child or the name of a buffer was added, removed or replaced."""
     members = [(name, id(one)) for each in (own_parameters(module), own_children(module)) for name, one in each.items()]
     return [
@@ -342,7 +342,7 @@ def _hook_tables(module: nn.Module) -> list[str]:
     return [name for name in vars(module) if name.startswith(("_forward_", "_backward_")) and "hooks" in name]
 
 
-def _hook_marks(module: nn.Module) -> list[Any]:
+def _hook_marks(module: nn.Module) -> list[object]:
     return [
         (name, [*table], list(map(id, table.values())))
         for name in _hook_tables(module)

@@ -122,17 +122,17 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 def _reading(name: str) -> Callable[..., Any]:
     method = getattr(collections.defaultdict, name)
 
-    def read(self: RemoteOptimizerState, *args: object, **kwargs: object) -> Any:
+    def read(self: RemoteOptimizerState, *args: object, **kwargs: object) -> object:
         self._fill()
         return method(self, *args, **kwargs)
 
     return read
 
 
-def _changing(name: str) -> Callable[..., Any]:
+def _changing(name: str) -> Callable[..., object]:
     method = getattr(collections.defaultdict, name)
 
-    def change(self: RemoteOptimizerState, *args: object, **kwargs: object) -> Any:
+    def change(self: RemoteOptimizerState, *args: object, **kwargs: object) -> object:
         return self._keeper.change(self, lambda: method(self, *args, **kwargs))
 
     return change
@@ -144,7 +144,7 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
     setattr(RemoteOptimizerState, _name, _changing(_name))
 
 
-def _marks(state: RemoteOptimizerState) -> list[Any]:
+def _marks(state: RemoteOptimizerState) -> list[object]:
     """What is another when an entry is replaced, or a tensor in it changed in place. An empty entry, which comes into
     being when somebody asks for it, is like none."""
     marks: list[object] = []
@@ -436,7 +436,7 @@ class _Trial:
             state = stand_in.state.get(parameter, {})
         return parameter.detach()
 
-    def _fresh(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def _fresh(self) -> tuple[list[dict[str, object]], dict[str, object]]:
         options = [copy.deepcopy(dict(own)) for own in self._optimizer.options]
         return options, copy.deepcopy(self._optimizer.attributes)
 

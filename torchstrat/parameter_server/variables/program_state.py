@@ -439,7 +439,7 @@ def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
 _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers", "__class__")
 
 
-def as_they_are(group: Mapping[str, object]) -> dict[str, Any]:
+def as_they_are(group: Mapping[str, object]) -> dict[str, object]:
     """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
     return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
@@ -490,8 +490,8 @@ class Reading:
             )
         require_no_global_hooks()
         self.surroundings = PlainSettings.here()
-        self.marks: list[Any] = [torch.get_default_dtype(), self.surroundings, *population, *variables.population]
-        self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
+        self.marks: list[object] = [torch.get_default_dtype(), self.surroundings, *population, *variables.population]
+        self._hyperparameters: list[object] = []  # alive, so that their ids stay theirs
         self._is_comparable = True
         if any(population):
             modules = list(registry.modules())

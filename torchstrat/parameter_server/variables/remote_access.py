@@ -464,7 +464,7 @@ def split_rows(spec: VariableSpec, ids: torch.Tensor) -> list[tuple[int, Shard, 
     ]
 
 
-def edits_by_server(edits: Iterable[VariableEdit]) -> dict[int, dict[str, Any]]:
+def edits_by_server(edits: Iterable[VariableEdit]) -> dict[int, dict[str, object]]:
     """The parts of a push that makes these."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for edit in edits:

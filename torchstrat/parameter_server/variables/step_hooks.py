@@ -36,7 +36,7 @@ STEP_HOOKS = "step hooks"
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def tables_of(optimizer: Optimizer) -> dict[str, dict[int, Any]]:
+def tables_of(optimizer: Optimizer) -> dict[str, dict[int, object]]:
     """Of hooks, by name. A wrapper that does without PyTorch's constructor has none; its step is a function's own."""
     return {name: table for name in _TABLES if (table := vars(optimizer).get(name)) is not None}
 
@@ -98,7 +98,7 @@ class _Refusing(NamedTuple):
 
 _OF_TORCH = ("torch.", "torchstrat.")
 _handle: Any = RemovableHandle
-_found_none: Any = None  # when the tables were looked at last; every `schedule` asks
+_found_none: object = None  # when the tables were looked at last; every `schedule` asks
 
 
 def require_no_global_hooks() -> None:
@@ -125,7 +125,7 @@ class StepHooks:
     """Remembers what hooks optimizers had when they were sent. Weak."""
 
     def __init__(self) -> None:
-        self._sent: MutableMapping[Optimizer, Any] = WeakIdKeyDictionary()
+        self._sent: MutableMapping[Optimizer, object] = WeakIdKeyDictionary()
         self._changed: MutableMapping[Optimizer, tuple[Any, Packed]] = WeakIdKeyDictionary()
 
     def changed(self, catalog: Catalog, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Packed]]:
@@ -146,7 +146,7 @@ class StepHooks:
             yield (STEP_HOOKS, catalog.token_of(optimizer)), packed
 
 
-def _with(tables: Mapping[str, Mapping[int, object]], within: str) -> dict[str, dict[int, Any]]:
+def _with(tables: Mapping[str, Mapping[int, object]], within: str) -> dict[str, dict[int, object]]:
     found = {name: dict(table) for name, table in tables.items()}
     if within:
         found[_TABLES[0]] = {-1: _Refusing(within), **found[_TABLES[0]]}

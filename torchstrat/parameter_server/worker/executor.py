@@ -52,7 +52,7 @@ class Outcomes:
         self._changed = threading.Condition(self._lock)
         self._to: Peer | None = None
         self._finished: list[int] = []
-        self._results: list[Any] = []
+        self._results: list[object] = []
         self._seconds = 0.0
         self._left: tuple[int, ...] = ()
         self._wrote_parameters = self._accumulates = False

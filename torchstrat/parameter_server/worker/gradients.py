@@ -87,7 +87,7 @@ def as_rows(gradient: object, table: object) -> Any:
     return _as_computed(gradient, weakref.ref(table))
 
 
-def _as_computed(value: object, table: weakref.ref[Any]) -> Any:
+def _as_computed(value: object, table: weakref.ref[Any]) -> object:
     if type(value) is torch.Tensor:
         if value.layout == torch.sparse_coo and value.sparse_dim() == 1:
             of = table()
@@ -185,7 +185,7 @@ def _vector_norm(x: object, ord: object = 2, dim: object = None, *rest: object, 
     return torch.linalg.vector_norm(x, ord, dim, *rest, **kwargs)
 
 
-def _foreach_norm(tensors: Any, *args: object, **kwargs: object) -> Any:
+def _foreach_norm(tensors: Any, *args: object, **kwargs: object) -> object:
     return [_vector_norm(one, *args, **kwargs) for one in tensors]
 
 
@@ -206,7 +206,7 @@ def _unscale_(gradients: Iterable[object], found_inf: torch.Tensor, inverse: tor
     )
 
 
-def _reduced(gradient: RowGradient, protocol: object) -> Any:
+def _reduced(gradient: RowGradient, protocol: object) -> object:
     """What is sent elsewhere is what one device would have."""
     other = gradient.detach() if _looks_sparse(gradient) else gradient.to_dense()
     return other.requires_grad_(gradient.requires_grad).__reduce_ex__(protocol)

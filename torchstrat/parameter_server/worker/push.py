@@ -173,7 +173,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> Any:
     return None
 
 
-def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None]) -> Any:
+def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None]) -> object:
     """A method that tells of its calls in functions."""
     method = getattr(owner, name)
 
@@ -337,7 +337,7 @@ class RemoteSteps:
             return None
         return self._step(optimizer, args, kwargs)
 
-    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> object:
         number = self._number_of(optimizer)
         assert number is not None
         if closure_of(args, kwargs) is not None:

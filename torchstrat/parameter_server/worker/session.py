@@ -65,9 +65,9 @@ class Settings:
         self._default_dtype: torch.dtype | None = None
         self._surroundings = AS_A_THREAD_BEGINS
         self._attributes: dict[Any, SetAttributes] = {}
-        self._own_attributes: dict[int, dict[str, Any]] = {}  # of optimizers of the program's own classes
-        self._members: dict[Any, Members] = {}
-        self._step_hooks: dict[Any, bytes] = {}
+        self._own_attributes: dict[int, dict[str, object]] = {}  # of optimizers of the program's own classes
+        self._members: dict[object, Members] = {}
+        self._step_hooks: dict[object, bytes] = {}
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
@@ -296,7 +296,7 @@ class _Group:
                 return False
         return len(group["params"]) == len(self._params) and not (self._written and self.changes(group))
 
-    def changes(self, group: Mapping[str, object]) -> list[tuple[str, Any, Any]]:
+    def changes(self, group: Mapping[str, object]) -> list[tuple[str, Any, object]]:
         """Name, value as scheduled, and value now."""
         now = {name: group.get(name) for name in self._values}
         return [(name, was, now[name]) for name, was in self._values.items() if not are_equal(was, now[name])]

@@ -174,7 +174,7 @@ def _forget(address: int, reference: weakref.ref[WatchedParameter]) -> None:
         del _by_address[address]
 
 
-def _telling(take: Callable[..., object]) -> Callable[..., Any]:
+def _telling(take: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(take)
     def told(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if _by_address:

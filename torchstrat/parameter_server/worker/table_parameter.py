@@ -402,14 +402,14 @@ def _with_values(value: object, used: list[tuple[TableParameter, torch.Tensor]])
     return type(value)(_with_values(one, used) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _with_tables(value: object, used: Mapping[int, TableParameter]) -> Any:
+def _with_tables(value: object, used: Mapping[int, TableParameter]) -> object:
     """What was written to is what was given."""
     if isinstance(value, torch.Tensor):
         return used.get(id(value), value)
     return type(value)(_with_tables(one, used) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: object, **___: object) -> Any:
+def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: object, **___: object) -> object:
     for one, gradient in zip([inputs] if isinstance(inputs, torch.Tensor) else inputs, result, strict=True):
         if isinstance(one, TableParameter):
             as_rows(gradient, one)
@@ -417,7 +417,7 @@ def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: object, **___: 
 
 
 _DETACH = torch.ops.aten.detach.default
-_LOOKUPS: Mapping[Any, tuple[int, Callable[..., Any]]] = {
+_LOOKUPS: Mapping[Any, tuple[int, Callable[..., object]]] = {
     F.embedding: (1, TableLookups.embedding),
     F.embedding_bag: (1, TableLookups.embedding_bag),
     prefetch_rows: (0, TableLookups.prefetch),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def wait() -> None:
         _thread.join()
 
 
-def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
+def uncompiled(function: Callable[..., object]) -> Callable[..., object]:
     """``function`` as one that ``torch.compile`` leaves alone. Waits for the import."""
     wait()
     return torch.compiler.disable(function)  # type: ignore[no-any-return]

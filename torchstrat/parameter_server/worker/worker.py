@@ -524,7 +524,7 @@ class _Session:
 
     def _load(
         self, code: _Code, arguments: Arguments
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any], Iterable[Any], set[int]]:
+    ) -> tuple[Any, tuple[object, ...], dict[str, object], Iterable[object], set[int]]:
         phases.reached(phases.UNPICKLING)
         if not code.is_loaded:
             code.function, code.captured = unpack(code.packed, self._world), self._captured(code.packed.tokens)
@@ -545,12 +545,12 @@ class _Session:
         token = self._world.token_of(optimizer)
         return token[1] if token is not None and token[0] == "helper" else None
 
-    def _make_missing(self, token: Any) -> Any:
+    def _make_missing(self, token: Any) -> object:
         if token[0] == "per_worker":
             return self._resources.get(token[1])
         raise FunctionError(f"a scheduled function refers to the {token[0]}, which workers do not have.")
 
-    def _build(self, builder: Any) -> Any:
+    def _build(self, builder: Any) -> object:
         return unpack(builder, self._world)()
 
 
@@ -561,6 +561,6 @@ class _Code:
         self.packed = packed
         self.is_loaded = False
         self.function: Any = None
-        self.captured: list[Any] = []
+        self.captured: list[object] = []
         self.learned: set[int] = set()
         """Numbers of variables that it has used without having been seen to reach them."""

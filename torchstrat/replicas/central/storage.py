@@ -145,7 +145,7 @@ def is_sparse(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout != torch.strided
 
 
-def _on_host(values: dict[str, object], copies: DeviceCopies) -> dict[str, Any]:
+def _on_host(values: dict[str, object], copies: DeviceCopies) -> dict[str, object]:
     return {n: copies.on_host(value) if isinstance(value, torch.Tensor) else value for n, value in values.items()}
 
 
@@ -158,7 +158,7 @@ def _leaf(part: Part, tensor: torch.Tensor, parameters: CentralParameters) -> to
     return written if is_whole else written.view(-1)[part.start : part.stop]
 
 
-def _state_of_part(part: Part, tensor: torch.Tensor, optimizer: Optimizer, state: CentralState) -> dict[str, Any]:
+def _state_of_part(part: Part, tensor: torch.Tensor, optimizer: Optimizer, state: CentralState) -> dict[str, object]:
     entries = state.entries(optimizer, tensor)
     if part.stop - part.start == tensor.numel():
         here = optimizer.state.get(tensor) or {}

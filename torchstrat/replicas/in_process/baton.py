@@ -260,14 +260,14 @@ class Baton:
         self._workers = dict(zip(self._ids, threads.first(len(self._ids)), strict=True))
         self._callers_gate = threads.callers_gate
         self._calls: dict[int, str] = {}
-        self._payloads: dict[int, Any] = {}
-        self._results: dict[int, Any] = {}
+        self._payloads: dict[int, object] = {}
+        self._results: dict[int, object] = {}
         self._combine: Combine | None = None
         self._meetings = 0
-        self._returned: dict[int, Any] = {}
+        self._returned: dict[int, object] = {}
         self._error: BaseException | None = None
         self._failed: int | None = None
-        self._body: Callable[[int], Any] | None = None
+        self._body: Callable[[int], object] | None = None
         self._begin: Callable[[], None] | None = None
         self._end: Callable[[BaseException | None], None] | None = None
         self._interruption = _Interruption()

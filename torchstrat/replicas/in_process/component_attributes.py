@@ -50,7 +50,7 @@ class _Left:
     reference: weakref.ref[Any]
     leader: int
     """Whose attributes the object has."""
-    lasting: dict[str, tuple[Any, Any]]
+    lasting: dict[str, tuple[object, object]]
     """The leader's values of the names below, and what they were then (`trace`)."""
     own: dict[int, _Attributes]
     """Of the other replicas, where theirs is not the leader's."""
@@ -278,7 +278,7 @@ class _HooksOfStep:
     def __init__(self) -> None:
         self._modules: list[Any] = []
         self._first = 0
-        self._parked: dict[int, list[tuple[dict[int, Any], int, Any]]] = {}
+        self._parked: dict[int, list[tuple[dict[int, object], int, object]]] = {}
 
     def begin(self, modules: list[object]) -> None:
         """``modules``: and data classes, which have no hooks."""
@@ -326,7 +326,7 @@ class _Copies:
         return kept
 
 
-def _look_at(module: object, attributes: _Attributes) -> tuple[list[str], list[Any]]:
+def _look_at(module: object, attributes: _Attributes) -> tuple[list[str], list[object]]:
     """The names of attributes that a step may change in place, and the data classes among them, which are kept apart as
     modules are: so they stay the objects that they are to whoever else holds them. Torch's own modules change none."""
     names: list[str] = []
@@ -395,7 +395,7 @@ class ComponentHelpers:
         self._stepping: set[int] = set()
         self._apart: dict[tuple[int, int], Any] = {}  # replicas' own states, by the id of the owner's and the replica
         self._vectors: Container[int] = ()
-        self._settings: dict[int, list[dict[str, Any]]] = {}  # of those that step, from before
+        self._settings: dict[int, list[dict[str, object]]] = {}  # of those that step, from before
 
     def begin(self, helpers: list[object], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``vectors``: the ``id`` of tensors that are buffers, or share memory with variables, and change hands with
@@ -421,7 +421,7 @@ class ComponentHelpers:
                     own["state"] = self._views[id(helper)] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
 
-    def _left_by(self, helper: object, owner: int) -> dict[int, dict[str, Any]]:
+    def _left_by(self, helper: object, owner: int) -> dict[int, dict[str, object]]:
         """By replica what each finds again, with a state of its own in any case."""
         assert self.kept is not None
         left, state = self.kept.take(helper, owner), vars(helper).get("state")
@@ -433,7 +433,7 @@ class ComponentHelpers:
                 own["state"] = self._apart[key]
         return left
 
-    def state_of(self, optimizer: Optimizer, replica: int, owner: int) -> dict[Any, Any]:
+    def state_of(self, optimizer: Optimizer, replica: int, owner: int) -> dict[Any, object]:
         """Between runs: the state that the replica will find in the next."""
         assert self.kept is not None
         own = self.kept.peek(optimizer, owner).get(replica, {})
@@ -534,7 +534,7 @@ class ComponentHelpers:
         self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
 
 
-def _without_settings(helper: object, attributes: dict[str, object]) -> dict[str, Any]:
+def _without_settings(helper: object, attributes: dict[str, object]) -> dict[str, object]:
     """What is a replica's own also after a round: an optimizer's hyperparameters are not, nor are plain values that
     others keep (see `optimizer_state.level` and `level_plain`, which do this between processes)."""
     if isinstance(helper, Optimizer):
@@ -544,7 +544,7 @@ def _without_settings(helper: object, attributes: dict[str, object]) -> dict[str
 
 def _private(
     attributes: dict[str, object], shared: SharedState | None, vectors: Container[int], has: Container[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A replica's own copy of a helper's attributes, but for those that it ``has``: containers and plain tensors
     copied, objects shared, and so are an optimizer's lists of parameters."""
     return {

@@ -314,7 +314,7 @@ class Components:
                 slot.tensor.grad = slot.grads.get(self._installed)
             self._is_parked = was_parked
 
-    def settings(self) -> Iterator[tuple[Any, list[list[dict[str, Any]]]]]:
+    def settings(self) -> Iterator[tuple[Any, list[list[dict[str, object]]]]]:
         """What each replica has set in optimizers, schedulers and scalers. While all replicas stand still."""
         return self._helpers.settings()
 

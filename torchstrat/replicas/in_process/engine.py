@@ -62,7 +62,7 @@ from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 
 
-def _inputs_of(replica: int, args: Sequence[object], kwargs: dict[str, object]) -> tuple[list[Any], dict[str, Any]]:
+def _inputs_of(replica: int, args: Sequence[object], kwargs: dict[str, object]) -> tuple[list[object], dict[str, Any]]:
     return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 
@@ -263,7 +263,7 @@ class InProcessReplicas:
                 )
             self._baton = baton
 
-    def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> object:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
         with self._entering[0]:
             own_args, own_kwargs = _inputs_of(0, args, kwargs)
@@ -271,10 +271,10 @@ class InProcessReplicas:
 
     def _run_replicas(
         self, baton: Baton, weights: StepWeights, fn: Callable[..., Any], inputs: dict[int, Any]
-    ) -> dict[int, Any]:
+    ) -> dict[int, object]:
         state = ThreadState()
 
-        def body(replica: int) -> Any:
+        def body(replica: int) -> object:
             replica_args, replica_kwargs = inputs[replica]
             if self._rounds:
                 self._rounds[replica].look_at(self._gradients.roster_of(replica))
@@ -485,7 +485,7 @@ class InProcessReplicas:
         if self._rounds:
             raise refuse_merge_call()
 
-        def combine(payloads: dict[int, Any]) -> dict[int, Any]:
+        def combine(payloads: dict[int, Any]) -> dict[int, object]:
             is_all = len(payloads) == self.num_replicas
             merged_args = regroup({r: payload[0] for r, payload in payloads.items()}, self._weights, is_all=is_all)
             merged_kwargs = regroup({r: payload[1] for r, payload in payloads.items()}, self._weights, is_all=is_all)
@@ -541,7 +541,7 @@ class InProcessReplicas:
             return reduction.reduce_components(op, value.values, axis)
         return reduction.reduce_plain(op, value, axis, self.num_replicas)
 
-    def weighted_mean(self, value: object) -> Any:
+    def weighted_mean(self, value: object) -> object:
         return reduction.weighted_mean_of(value, self.num_replicas)
 
     def gather(self, value: object, axis: int) -> Any:

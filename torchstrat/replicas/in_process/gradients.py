@@ -75,7 +75,7 @@ class InProcessCommunicator:
     def _meet(self, what: str, payload: object, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """``combine``: what all bring → what each gets."""
 
-        def meet(payloads: dict[int, object]) -> dict[int, Any]:
+        def meet(payloads: dict[int, object]) -> dict[int, object]:
             with OwnSettings():
                 return dict(zip(payloads, combine(list(payloads.values())), strict=True))
 

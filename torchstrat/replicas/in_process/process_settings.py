@@ -23,7 +23,7 @@ _CACHE_OWNER, _CACHE_NAME = parametrization_cache
 class _State(NamedTuple):
     attributes: list[Any]
     """As of `_NAMES`."""
-    cache: dict[Any, Any]
+    cache: dict[Any, object]
     hooks: list[dict[int, Any]] | None
     """Of all modules; None for none."""
 

@@ -68,7 +68,7 @@ def _note_entry(entry: object) -> dict[Any, _Noted]:
     return {name: _note(value) for name, value in _values(entry).items()}
 
 
-def _values(entry: object) -> dict[Any, Any]:
+def _values(entry: object) -> dict[object, object]:
     """Of one parameter; most optimizers keep a dictionary."""
     return entry if isinstance(entry, dict) else {} if entry is None else {"": entry}
 

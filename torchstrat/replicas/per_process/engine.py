@@ -120,7 +120,7 @@ class PerProcessReplica:
         self._lookups = ScalingLookups(strategy, communicator.size, self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
-        self._taken_over: tuple[Any, ...] = ()  # what stays equal as long as there is nothing new
+        self._taken_over: tuple[object, ...] = ()  # what stays equal as long as there is nothing new
         owns = not central or communicator.rank == OWNER
         self._policy, self._outside_policy = self._make_policy(), self._make_policy()
         self._step = OptimizerStep(
@@ -237,11 +237,11 @@ class PerProcessReplica:
                 self._pages.variables_changed()
         return roster
 
-    def _what_is_there(self, members: Members, roster: Roster) -> tuple[Any, ...]:
+    def _what_is_there(self, members: Members, roster: Roster) -> tuple[object, ...]:
         slots = [(id(one.module), one.name, one.has_values) for one in members.buffer_slots]
         return roster.layout, members.changes, slots
 
-    def _owned_values(self, roster: Roster) -> dict[str, tuple[Any, torch.Tensor]]:
+    def _owned_values(self, roster: Roster) -> dict[str, tuple[object, torch.Tensor]]:
         """Parameters and buffers by name, and what has to be there for the name to mean the same."""
         found: dict[str, tuple[Any, torch.Tensor]] = {name: (tensor, tensor) for name, tensor in roster.items()}
         for name, slot in self.registry.named_buffer_slots().items():
@@ -385,7 +385,7 @@ class PerProcessReplica:
 
     def _run_without_idle(
         self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: object, kwargs: object
-    ) -> Any:
+    ) -> object:
         idle = IdleReplicas(
             self._world,
             active,
@@ -419,7 +419,7 @@ class PerProcessReplica:
         self._edits.begin(self._rosters.now().tensors)
         return result
 
-    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> object:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         self._find_owners()
@@ -555,7 +555,7 @@ class PerProcessReplica:
         agree(self._communicator, "merge_call")
         me = self._world.rank
 
-        def wrap(leaf: object) -> Any:
+        def wrap(leaf: object) -> object:
             if isinstance(leaf, DistributedValues):
                 return leaf
             return PerReplica((leaf,), replica_ids=(me,), weights=self._weights)
@@ -587,7 +587,7 @@ class PerProcessReplica:
             return reduction.reduce_plain(op, value, axis, self.num_replicas)
         return exchange.reduce_values(self._communicator, op, [value], axis)
 
-    def weighted_mean(self, value: Any) -> Any:
+    def weighted_mean(self, value: Any) -> object:
         if isinstance(value, PerReplica):
             return exchange.weighted_mean(self._communicator, list(value.values), value.known_weights())
         if self.num_replicas > 1 and reduction.is_python_number(value):

@@ -52,7 +52,7 @@ class _Kind(NamedTuple):
 class _Manifest(NamedTuple):
     """What the first active rank has to hand over."""
 
-    structure: Any
+    structure: object
     """Of the step's result, with None for leaves."""
     counts: tuple[int, int, int]
     parameters: dict[str, _Kind]
@@ -315,7 +315,7 @@ class IdleReplicas:
                     self._records.take_over(target, gradient, status)
 
 
-def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _settings_of(optimizer: Optimizer) -> list[dict[str, object]]:
     """Its attributes, where steps may set some: its groups are in its state."""
     return [] if is_listed(type(optimizer)) else optimizer_state.settings(optimizer)[:1]
 
@@ -342,7 +342,7 @@ def _kind(tensor: torch.Tensor) -> _Kind:
     return _Kind(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
 
-def _structure(result: object) -> Any:
+def _structure(result: object) -> object:
     """The nest of a result without its leaves, of plain containers where its own do not travel."""
     skeleton = nest.map_structure(lambda leaf: None, result)
     try:
@@ -424,7 +424,7 @@ def _put_attributes(registry: VariableRegistry, told: dict[tuple[int, str], _Tol
             attributes[name] = value
 
 
-def _belongings(registry: VariableRegistry) -> dict[str, Any]:
+def _belongings(registry: VariableRegistry) -> dict[str, object]:
     """What each rank has for itself, by names that are the same on all: an attribute may refer to it."""
     found: dict[str, object] = {f"module {registry.number_of(module)}": module for module in registry.modules()}
     found.update(registry.named_tensors())
@@ -490,7 +490,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._belongings = belongings
 
-    def persistent_load(self, name: str) -> Any:
+    def persistent_load(self, name: str) -> object:
         return self._belongings[name]
 
 

@@ -245,7 +245,7 @@ class ReplicatedSteps:
     def end_evaluation(self, call: StepCall) -> None:
         self._levels.level_edits(self._elsewhere(call.tensors), call.name)
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> object:
         raise NotImplementedError("everyone steps with a closure of its own")
 
     def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -292,7 +292,7 @@ class PrimarySteps(ReplicatedSteps):
         if not self._owns:
             increment_version(tensors)
 
-    def _settings_of(self, optimizer: Optimizer) -> list[list[dict[str, Any]]]:
+    def _settings_of(self, optimizer: Optimizer) -> list[list[dict[str, object]]]:
         """Of what the owner is about to step, where steps may set something."""
         if is_listed(type(optimizer)):
             return []
@@ -310,13 +310,13 @@ class PrimarySteps(ReplicatedSteps):
             for one, changed in zip(stepped, told, strict=False):
                 optimizer_state.put(vars(one), changed)
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> object:
         """The owner leads: the others evaluate the closure whenever its step does."""
         self._settings = self._settings_of(call.optimizer)
         elsewhere = self._elsewhere(call.tensors)
         gradients = _LeadersGradients(self._communicator, self._gradients.records, call.tensors, call.name)
 
-        def evaluate_together() -> Any:
+        def evaluate_together() -> object:
             self._hand_out(elsewhere, call.name)
             loss = evaluate()
             gradients.note()
@@ -413,7 +413,7 @@ class ShardedSteps(PrimarySteps):
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
-    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> Any:
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> object:
         """Optimizers whose steps are shared out evaluate a closure once, at the start."""
         if not self._storage.shares(call.optimizer):
             return super().step_with_closure(call, evaluate)

@@ -155,7 +155,7 @@ class _NoGraph:
     """Stands in for the context of a move that nobody goes backward through."""
 
 
-def _moved(move: type[torch.autograd.Function], *args: object) -> Any:
+def _moved(move: type[torch.autograd.Function], *args: object) -> object:
     """Going backward: with a graph where a second derivative is wanted, else without the costs of one."""
     return move.apply(*args) if torch.is_grad_enabled() else move.forward(_NoGraph(), *args)
 

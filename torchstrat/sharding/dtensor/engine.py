@@ -120,7 +120,7 @@ class _OfOptimizer(_Hooks):
         super().__init__(variables)
         self._kept: dict[int, dict[str, Any]] = {}
 
-    def put_together(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def put_together(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, object]:
         if not _is_cut(optimizer):
             return state
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -397,7 +397,7 @@ class LogicalReplicas:
     def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
         return self._inner.reduce(op, value, axis)
 
-    def weighted_mean(self, value: object) -> Any:
+    def weighted_mean(self, value: object) -> object:
         return self._inner.weighted_mean(value)
 
     def gather(self, value: object, axis: int) -> Any:
@@ -409,7 +409,7 @@ def _whole(leaf: object) -> Any:
     return whole(with_stand_ins(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _put_together(leaf: object) -> Any:
+def _put_together(leaf: object) -> object:
     """What a step returns is whole."""
     if not isinstance(leaf, PerReplica) or not any(isinstance(value, CutTensor) for value in leaf.values):
         return leaf

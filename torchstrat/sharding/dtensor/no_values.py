@@ -72,7 +72,7 @@ def without_values(tensor: torch.Tensor, note: Note) -> torch.Tensor:
     return tensor
 
 
-_DEVICES: dict[Any, Callable[[torch.device], Any]] = {
+_DEVICES: dict[object, Callable[[torch.device], object]] = {
     **dict.fromkeys(getters("device"), lambda device: device),
     **dict.fromkeys(getters("is_meta"), lambda device: False),
     **dict.fromkeys(getters("is_cpu"), lambda device: device.type == "cpu"),
@@ -120,7 +120,7 @@ def _class_of(kind: type) -> type:
 
     def torch_function(
         cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         with WithoutSubclasses():
             return _asked(func, args, kwargs or {})
 
@@ -136,7 +136,7 @@ def _class_of(kind: type) -> type:
     return made
 
 
-def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, object]) -> Any:
+def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, object]) -> object:
     first = args[0] if args else None
     note: Note | None = vars(first).get(NOTE) if isinstance(first, torch.Tensor) else None
     if note is not None and first is not None:
@@ -204,12 +204,12 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return made
 
 
-def _set(self: torch.Tensor, *_: object) -> Any:
+def _set(self: torch.Tensor, *_: object) -> object:
     """Which PyTorch does not report."""
     raise _refused("set_", vars(self)[NOTE].what)
 
 
-def _reduce_ex(self: torch.Tensor, protocol: object) -> Any:
+def _reduce_ex(self: torch.Tensor, protocol: object) -> object:
     raise ContextError(
         f"{vars(self)[NOTE].what} that is cut over logical devices cannot be pickled, nor can a model that has one: "
         "its values are in pieces. Save model.state_dict(), which every logical device calls, or use Checkpoint.save."

@@ -493,7 +493,7 @@ class CutVariables:
 
     # -- states of optimizers ---------------------------------------------------------------------------------------
 
-    def whole_state(self, tensor: torch.Tensor, value: object) -> Any:
+    def whole_state(self, tensor: torch.Tensor, value: object) -> object:
         """An entry of an optimizer's state of ``tensor``, put together if it is a piece."""
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor):
@@ -502,7 +502,7 @@ class CutVariables:
             return value
         return self._devices.whole(value, entry.cut, "optimizer.state_dict()")
 
-    def piece_of_state(self, tensor: torch.Tensor, value: object) -> Any:
+    def piece_of_state(self, tensor: torch.Tensor, value: object) -> object:
         """The other way round; a new tensor."""
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:

@@ -52,7 +52,7 @@ def _watched(kind: type) -> type:
     @uncompiled
     def of_stand_ins(
         cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         return apply(func, types, args, kwargs or {})
 
     members = {
@@ -281,7 +281,7 @@ def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> No
 
     def take_over(
         stepped: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, object]] | None:
         if args[0] is not stepped or not variables.cut_in(stepped):
             return None
         if not variables.is_inside:

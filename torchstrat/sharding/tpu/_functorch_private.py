@@ -24,7 +24,7 @@ unwrapped: Callable[[torch.Tensor], torch.Tensor] = look_up("_C._functorch.get_u
 batch_dim_of: Callable[[torch.Tensor], int] = look_up("_C._functorch.maybe_get_bdim")
 is_batched: Callable[[torch.Tensor], bool] = look_up("_C._functorch.is_batchedtensor")
 
-leave_levels: Callable[[], AbstractContextManager[list[Any]]] = look_up(
+leave_levels: Callable[[], AbstractContextManager[list[object]]] = look_up(
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack"
 )
 """``with leave_levels() as levels:`` is outside of all mappings and gradients that are active on this thread."""
@@ -33,5 +33,5 @@ return_to_levels: Callable[[list[Any]], AbstractContextManager[None]] = look_up(
 )
 """``with return_to_levels(levels):`` is inside of them again, in a `leave_levels` block or in another thread."""
 
-interpreters: Callable[[], list[Any] | None] = look_up("_C._functorch.get_interpreter_stack")
+interpreters: Callable[[], list[object] | None] = look_up("_C._functorch.get_interpreter_stack")
 """The levels that are active on this thread, innermost last; None where there is none."""

@@ -158,7 +158,7 @@ def describe_inputs(args: Any, kwargs: Any) -> Shapes:
     return tuple(found)
 
 
-def _paths(name: str, value: object) -> list[tuple[str, Any]]:
+def _paths(name: str, value: object) -> list[tuple[str, object]]:
     if not nest.is_nested(value):
         return [(name, value)]
     return [pair for key, child in nest.children(value) for pair in _paths(f"{name}[{key!r}]", child)]

@@ -29,8 +29,8 @@ class RandomStream:
 
     def __init__(self, runtime: SpmdRuntime) -> None:
         self._runtime = runtime
-        self._states: dict[int, tuple[int, Any]] = {}
-        self._outside: Any = None
+        self._states: dict[int, tuple[int, object]] = {}
+        self._outside: object = None
         self._seed = self._seed_within = 0
         self._epoch = 0
         self._host: torch.Tensor | None = None

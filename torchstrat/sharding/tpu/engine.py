@@ -129,7 +129,7 @@ def record_global_view(
     """Call ``fn`` once, on tensors of the global batch; what it returned. ``edits``: see `RecordedMode`."""
     rewrites = Rewrites(_itself, logical_devices=logical_devices)
 
-    def find(func: object) -> Callable[..., Any] | None:
+    def find(func: object) -> Callable[..., object] | None:
         return None if func in _LAYERS else rewrites.find(func)
 
     with enter(strategy, ReplicaContext(strategy, 0)), _GlobalMode(device, find, edits, stream).active():
@@ -364,7 +364,7 @@ class SpmdReplicas:
                 leaf.is_settled = True
         return result
 
-    def _record_all(self, fn: Callable[..., Any], passes: Sequence[Pass], weights: StepWeights) -> Any:
+    def _record_all(self, fn: Callable[..., Any], passes: Sequence[Pass], weights: StepWeights) -> object:
         all_weights: list[LaneWeights] = []
         for one in passes:
             lanes = Lanes(self._grid.num_replicas, one.replicas)
@@ -379,14 +379,14 @@ class SpmdReplicas:
             return regroup({passes[0].replicas[0]: result}, is_all=False)  # its numbers are its own, as everywhere
         together = Passes(self.registry, len(passes), self._threads)
 
-        def body(index: int) -> Any:
+        def body(index: int) -> object:
             return self._record(fn, passes[index], all_weights[index], together)
 
         results = together.run(body)
         self._before.require_buffers()
         return lane_values.join_passes(results, [one.replicas for one in passes])
 
-    def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, passes: Passes | Alone) -> Any:
+    def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, passes: Passes | Alone) -> object:
         recording = Recording(
             self._strategy,
             self.registry,
@@ -476,7 +476,7 @@ class SpmdReplicas:
             return value.totals[op]
         return reduction.reduce_components(op, self._looked_at(value), axis)
 
-    def weighted_mean(self, value: object) -> Any:
+    def weighted_mean(self, value: object) -> object:
         if not isinstance(value, PerReplica):
             return reduction.weighted_mean_of(value, self._num_replicas)
         weights = reduction.require_known(value.known_weights())
@@ -487,7 +487,7 @@ class SpmdReplicas:
             return reduction.gather_components(self._looked_at(value), axis)
         return reduction.gather_plain(value, axis)
 
-    def _looked_at(self, value: DistributedValues[Any]) -> list[Any]:
+    def _looked_at(self, value: DistributedValues[Any]) -> list[object]:
         """The components of a value, on the host: on the devices, each combination would be a program of its own."""
         if self._recordings.current is not None:
             return list(value.values)
@@ -506,8 +506,8 @@ def _signature(fn: Callable[..., object], passes: Sequence[Pass]) -> Signature:
     return Signature(f"{name}{place}", tuple(inputs), tuple(replica for one in passes for replica in one.replicas))
 
 
-def _of_a_lane(one: Pass) -> tuple[Any, Any]:
-    def show(leaf: object) -> Any:
+def _of_a_lane(one: Pass) -> tuple[object, object]:
+    def show(leaf: object) -> object:
         return (
             torch.empty(leaf.tensor.shape[1:], dtype=leaf.tensor.dtype, device="meta")
             if isinstance(leaf, Stacked)

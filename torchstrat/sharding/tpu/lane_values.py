@@ -89,7 +89,7 @@ def join_passes(results: Sequence[object], replicas: Sequence[Sequence[int]]) ->
     return nest.map_structure(lambda leaf: _join_leaf(leaf, replicas), regroup(dict(enumerate(results))))
 
 
-def _join_leaf(leaf: object, replicas: Sequence[Sequence[int]]) -> Any:
+def _join_leaf(leaf: object, replicas: Sequence[Sequence[int]]) -> object:
     if not isinstance(leaf, PerReplica):
         return leaf  # the very same object in all passes
     own: dict[int, object] = {}
@@ -201,7 +201,7 @@ class LanePlacement:
         components = tuple(nest.unflatten(like, own) for like, own in zip(step.components, placed, strict=True))
         return Step(components, step.rows, step.checksum), ()
 
-    def _placed(self, column: Sequence[Any]) -> list[Any]:
+    def _placed(self, column: Sequence[Any]) -> list[object]:
         if not isinstance(column[0], torch.Tensor):
             return list(column)
         spare = [column[0]] * (self._feeder.lanes - len(column))
@@ -266,7 +266,7 @@ class Inputs:
             groups.setdefault(shapes, []).append(replica)
         return [self._pass(tuple(replicas)) for replicas in groups.values()]
 
-    def _column(self, leaf: DistributedValues[Any]) -> list[Any] | None:
+    def _column(self, leaf: DistributedValues[Any]) -> list[object] | None:
         """The active replicas' components; None for one tensor, whose components have one shape."""
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
             return None
@@ -276,7 +276,7 @@ class Inputs:
         args, kwargs = nest.map_structure(lambda leaf: self._leaf(leaf, replicas), self._nest)
         return Pass(replicas, args, kwargs)
 
-    def _leaf(self, leaf: object, replicas: tuple[int, ...]) -> Any:
+    def _leaf(self, leaf: object, replicas: tuple[int, ...]) -> object:
         if not isinstance(leaf, DistributedValues):
             return self._feeder.share(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
@@ -309,7 +309,7 @@ def _to_tensor(part: object) -> torch.Tensor:
     return torch.as_tensor(part)
 
 
-def _shape_of(part: object) -> Any:
+def _shape_of(part: object) -> object:
     if isinstance(part, torch.Tensor):
         return part.dtype, tuple(part.shape)
     if nest.is_nested(part):
@@ -322,7 +322,7 @@ def global_inputs(
 ) -> tuple[Any, Any]:
     """The arguments for a step that sees the global batch: the replicas' parts joined along their first dimension."""
 
-    def join(leaf: Any) -> Any:
+    def join(leaf: Any) -> object:
         if not isinstance(leaf, DistributedValues):
             return feeder.share(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, LaneValues) and leaf.stacked.ndim > 1:

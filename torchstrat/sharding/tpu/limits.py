@@ -215,7 +215,7 @@ def _runs_plainly(func: Any, args: Any, kwargs: dict[str, object], device: torch
 
 
 def _without_values(value: object, device: torch.device, elsewhere: str) -> Any:
-    def bare(leaf: object) -> Any:
+    def bare(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor) and leaf.device == device:
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device=elsewhere)
         return leaf

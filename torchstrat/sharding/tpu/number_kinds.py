@@ -100,7 +100,7 @@ def _conjugate(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     return torch.complex(input.real, -_imaginary(input))
 
 
-_BY_PARTS: dict[Any, Callable[..., Any]] = {
+_BY_PARTS: dict[object, Callable[..., object]] = {
     **dict.fromkeys((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute),
     **dict.fromkeys((torch.angle, Tensor.angle), _angle),
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _quotient),
@@ -124,7 +124,7 @@ def is_any_complex(args: Any) -> bool:
     return False
 
 
-def of_complex(func: Any) -> Callable[..., Any]:
+def of_complex(func: Any) -> Callable[..., object]:
     """What to call for ``func`` of complex numbers.
 
     Raises:

@@ -73,7 +73,7 @@ class _Held:
     first_version: int = 0
     first_grad: torch.Tensor | None = None
     first_memory: torch.Tensor | None = None
-    first_hooks: tuple[dict[int, Any], ...] = ()
+    first_hooks: tuple[dict[int, object], ...] = ()
     entered_version: int = 0
 
     def give_back(self) -> None:
@@ -175,7 +175,7 @@ class _Values:
                         hooks.update(first)
 
 
-def _hooks_of(tensor: Any) -> tuple[dict[int, Any] | None, ...]:
+def _hooks_of(tensor: Any) -> tuple[dict[int, object] | None, ...]:
     """Of backward passes, which are made as one: they call the first pass's."""
     return hooks_on_gradient(tensor), hooks_after_accumulation(tensor)
 
@@ -216,7 +216,7 @@ class Passes:
         """``body(index)`` for each pass; what they returned, in order."""
         state = ThreadState()
 
-        def main(index: int) -> Any:
+        def main(index: int) -> object:
             self._local.index = index
             try:
                 return state.call(HOST, lambda: body(index))
@@ -252,7 +252,7 @@ class Passes:
     def meet(self, call: str, payload: object, combine: Combine) -> Any:
         """See `Baton.meet`."""
 
-        def then_agree(payloads: dict[int, object]) -> dict[int, Any]:
+        def then_agree(payloads: dict[int, object]) -> dict[int, object]:
             with explaining(current_place):
                 results = combine(payloads)
                 self._values.agree()
@@ -301,7 +301,7 @@ class Passes:
         loss = losses[0] if losses else None
         return with_closure(be_idle(make_stand_in(optimizer), loss), lambda: loss, args, kwargs)
 
-    def _lead(self, optimizer: Optimizer, closure: Callable[[], object]) -> Any:
+    def _lead(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """An evaluation that the first pass's step asks for: every pass makes it."""
         frame, self._in_progress.frame = self._in_progress.frame, None
         self._helpers.leave_step(optimizer)

@@ -300,7 +300,7 @@ class Recording:
         """See `ReplicaContext.merge_call`."""
         known = {id(tensor): tensor for tensor in self._registry.tensors()}
 
-        def combine(payloads: dict[int, tuple[tuple[int, ...], object]]) -> dict[int, Any]:
+        def combine(payloads: dict[int, tuple[tuple[int, ...], object]]) -> dict[int, object]:
             replicas, merged = zip(*payloads.values(), strict=True)
             merged_args, merged_kwargs = merged[0] if len(merged) == 1 else join_passes(merged, replicas)
             with enter(self._strategy, None):

@@ -50,12 +50,12 @@ def mend_complex_downloads() -> torch.library.Library:
             return torch.view_as_complex(_pairs(tensor)).to(_WIDE if dtype is None else dtype)
         return to_copy.call_boxed(keys, tensor, dtype=dtype, device=device, **rest)
 
-    def mended_local_scalar(keys: Any, tensor: torch.Tensor) -> Any:
+    def mended_local_scalar(keys: Any, tensor: torch.Tensor) -> object:
         if tensor.dtype is _WIDE:
             return complex(*_pairs(tensor).flatten().tolist())
         return local_scalar.call_boxed(keys, tensor)
 
-    def mended_copy(keys: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    def mended_copy(keys: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> object:
         if source.dtype is _WIDE and source.device.type == "xla" and target.device.type == "cpu":
             return target.copy_(torch.view_as_complex(_pairs(source)))
         return copy.call_boxed(keys, target, source, non_blocking)
@@ -197,7 +197,7 @@ def _traced() -> int:
 
 
 @lru_cache(maxsize=512)
-def _compiled_sharding(sharding: Sharding, grid: DeviceGrid) -> Any:
+def _compiled_sharding(sharding: Sharding, grid: DeviceGrid) -> object:
     axes = (REPLICA_AXIS, *(logical_axis(index) for index in range(len(sharding.axis_sizes))))
     devices = np.array(grid.devices).reshape(-1)
     mesh = _mesh(devices, (grid.num_replicas, *sharding.axis_sizes), axes)

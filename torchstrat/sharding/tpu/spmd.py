@@ -63,7 +63,7 @@ class SpmdRuntime(Protocol):
     def seed(self, value: int) -> None:
         """Start the stream of random numbers of later operations anew."""
 
-    def random_state(self) -> Any:
+    def random_state(self) -> object:
         """Where that stream is, for `restore_random_state`."""
 
     def restore_random_state(self, state: Any) -> None: ...

@@ -71,7 +71,7 @@ _ALONE = members(_ALONE_NAMES, torch, torch.Tensor, F, torch.linalg)
 
 def lowered(
     func: object, args: object, kwargs: dict[str, object], device_type: str
-) -> tuple[Any, dict[str, Any], bool] | None:
+) -> tuple[object, dict[str, object], bool] | None:
     """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
     for a function that autocast finds by itself.
 
@@ -95,8 +95,8 @@ def lowered(
     return None
 
 
-def _cast(args: Any, kwargs: Any, dtype: torch.dtype, kinds: tuple[torch.dtype, ...]) -> tuple[Any, dict[str, Any]]:
-    def cast(leaf: object) -> Any:
+def _cast(args: Any, kwargs: Any, dtype: torch.dtype, kinds: tuple[torch.dtype, ...]) -> tuple[object, dict[str, Any]]:
+    def cast(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
 
     cast_args, cast_kwargs = nest.map_structure(cast, (list(args), dict(kwargs)))
@@ -254,7 +254,7 @@ class RecordedMode(TorchFunctionMode):
                 return self._guarded(func, types, args, kwargs)
         return self._guarded(func, types, args, kwargs)
 
-    def _guarded(self, func: object, types: object, args: Any, kwargs: dict[str, object]) -> Any:
+    def _guarded(self, func: object, types: object, args: Any, kwargs: dict[str, object]) -> object:
         if is_any_autocast_enabled():
             as_plainly = lowered(func, args, kwargs, self._device.type)
             if as_plainly is not None:
@@ -332,7 +332,7 @@ class StepMode(RecordedMode):
     ) -> None:
         super().__init__(device, rewrites.find, told_of_edits)
         self._lanes, self._backward, self._edits, self._draws = lanes, backward, edits, draws
-        self._handlers: dict[Any, Callable[..., Any]] = {
+        self._handlers: dict[Any, Callable[..., object]] = {
             torch.Tensor.backward: self._tensor_backward,
             torch.autograd.grad: backward.grad,
             torch.Tensor.register_hook: backward.register_hook,
@@ -454,7 +454,7 @@ class _OptimizerSteps(threading.local):
     def is_plain(self) -> bool:
         return bool(self.calls) and self.calls[-1]
 
-    def outside(self, closure: Callable[[], object]) -> Any:
+    def outside(self, closure: Callable[[], object]) -> object:
         """Code of the user's, which a step calls."""
         self.calls.append(False)
         try:

@@ -77,6 +77,6 @@ def _optimizer(name: str, *arguments: str) -> Any:
     return functools.partial(optimizer_named(name), **chosen)
 
 
-def _batch(name: str) -> Any:
+def _batch(name: str) -> object:
     found = named_object(name)
     return found() if callable(found) else found

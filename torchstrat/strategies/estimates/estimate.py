@@ -163,7 +163,7 @@ def _key(value: object) -> int | None:
     return address_of_storage(value) if isinstance(value, torch.Tensor) else None
 
 
-def _part_of(leaf: object, parts: int) -> Any:
+def _part_of(leaf: object, parts: int) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape = (math.ceil(leaf.shape[0] / parts), *leaf.shape[1:]) if leaf.dim() else ()

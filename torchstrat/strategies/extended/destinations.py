@@ -84,7 +84,7 @@ def _put(value: object, places: Places) -> Any:
     return Mirrored(copies, replica_ids=tuple(replica for replica, _ in places))
 
 
-def _copy(value: object, device: str) -> Any:
+def _copy(value: object, device: str) -> object:
     return value.to(torch_device(device), copy=True) if isinstance(value, torch.Tensor) else value
 
 

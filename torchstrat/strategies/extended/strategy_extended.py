@@ -70,7 +70,7 @@ def update_non_slot(
 
 def _once(
     strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
-) -> Any:
+) -> object:
     central = placement_of(strategy) is VariablePlacement.CENTRAL
 
     def first(leaf: Any) -> Any:
@@ -86,7 +86,7 @@ def _once(
 
 def _for_each(
     strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
-) -> Any:
+) -> object:
     """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
     replicas, results = engine_of(strategy).local_replicas, []
     inputs = [(select_replica(replica, list(args)), select_replica(replica, kwargs)) for replica in replicas]
@@ -351,7 +351,7 @@ class StrategyExtended:
             return self._smallest_name(var_list)
         return self._parameter_devices
 
-    def _smallest_name(self, var_list: Sequence[Any]) -> Any:
+    def _smallest_name(self, var_list: Sequence[Any]) -> object:
         registry = self._engine.registry
 
         def name(variable: Any) -> str:

@@ -165,7 +165,7 @@ def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.T
 
 
 @rule(*_OF_LISTS)
-def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: object, **kwargs: object) -> Any:
+def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: object, **kwargs: object) -> object:
     """``args``: lists as long as ``targets``, or one number or tensor for all of them."""
     function = _OF_LISTS[call.function]
     of_one = Call(function, call.devices)

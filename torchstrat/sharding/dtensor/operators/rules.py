@@ -120,14 +120,14 @@ def _outline(result: object, is_autocast: bool) -> Outline:
 
 Rule = Callable[..., Any]
 
-_rules: dict[Any, Rule] = {}
+_rules: dict[object, Rule] = {}
 _names: dict[str, None] = {}
 
 AnyRule = TypeVar("AnyRule", bound=Rule)
 Label = TypeVar("Label", bound=Hashable)
 
 
-def functions_called(name: str) -> list[Any]:
+def functions_called(name: str) -> list[object]:
     """What PyTorch calls ``name``: ``torch.name``, the method of tensors, ``torch.nn.functional.name``."""
     places = (torch, torch.Tensor, functional)
     return [getattr(place, name) for place in places if callable(getattr(place, name, None))]
@@ -237,7 +237,7 @@ _OF_LEAVES = {**dict.fromkeys(getters("is_leaf"), True), **dict.fromkeys(getters
 """What a variable is to the program, although its stand-in is made of its piece."""
 
 
-def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, object]) -> Any:
+def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, object]) -> object:
     """What ``function`` is on tensors of which some are cut, of classes ``types``.
 
     Raises `UnsupportedError` if nobody knows.
@@ -298,7 +298,7 @@ def with_stand_ins(value: object) -> Any:
     return value
 
 
-def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, object]) -> Any:
+def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, object]) -> object:
     if function == _GRADIENT_GET:
         return _gradient(args[0])
     if function == _GRADIENT_SET and args[0].variable is not None:
@@ -334,7 +334,7 @@ def _gradient(tensor: CutTensor) -> torch.Tensor | None:
     return found
 
 
-def _as_piece(tensor: CutTensor, gradient: Any) -> Any:
+def _as_piece(tensor: CutTensor, gradient: Any) -> object:
     """This process's piece of a gradient that ``tensor`` is given, whole or cut in whatever way."""
     if gradient is None:
         return None

@@ -30,7 +30,7 @@ __all__ = ["Rewrites"]
 
 Function = Callable[..., Any]
 
-_EVERYWHERE: dict[Any, Function] = {
+_EVERYWHERE: dict[object, Function] = {
     F.layer_norm: normalization.layer_norm,
     torch.layer_norm: normalization.layer_norm,
     F.rms_norm: normalization.rms_norm,

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 Sizes = int | Sequence[int]
 
 
-def convolutions() -> dict[Any, Callable[..., Tensor]]:
+def convolutions() -> dict[object, Callable[..., Tensor]]:
     """The function of PyTorch → its replacement for replicas of several logical devices."""
     return {
         **{function: partial(_convolution, spatial) for spatial, function in _CONVOLUTIONS.items()},
@@ -36,7 +36,7 @@ def convolutions() -> dict[Any, Callable[..., Tensor]]:
     }
 
 
-def functions() -> dict[Any, Callable[..., Any]]:
+def functions() -> dict[object, Callable[..., object]]:
     """The function of PyTorch → its replacement."""
     average: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     unpool: tuple[object, ...] = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)

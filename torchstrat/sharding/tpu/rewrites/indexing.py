@@ -19,7 +19,7 @@ from torchstrat.sharding.tpu.rewrites.elementwise import in_place
 Tensor = torch.Tensor
 
 
-def functions() -> dict[Any, Callable[..., Any]]:
+def functions() -> dict[object, Callable[..., object]]:
     """The function of PyTorch → its replacement."""
     found: dict[object, Callable[..., object]] = {}
     for name, replacement in (
@@ -297,12 +297,12 @@ def fill_diagonal_(input: Tensor, fill_value: complex, wrap: bool = False) -> Te
     return input.copy_(torch.where(places, torch.full((), fill_value, dtype=input.dtype, device=input.device), input))
 
 
-def eigh(A: Tensor, UPLO: str = "L", *, out: object = None) -> Any:  # noqa: N803 - torch's names
+def eigh(A: Tensor, UPLO: str = "L", *, out: object = None) -> object:  # noqa: N803 - torch's names
     """`torch.linalg.eigh`, whose ``UPLO`` the compiler does not see."""
     return torch.linalg.eigh(_lower(A, UPLO), out=out)
 
 
-def eigvalsh(A: Tensor, UPLO: str = "L", *, out: object = None) -> Any:  # noqa: N803 - torch's names
+def eigvalsh(A: Tensor, UPLO: str = "L", *, out: object = None) -> object:  # noqa: N803 - torch's names
     """`torch.linalg.eigvalsh`."""
     return torch.linalg.eigvalsh(_lower(A, UPLO), out=out)
 

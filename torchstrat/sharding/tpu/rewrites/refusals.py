@@ -22,7 +22,7 @@ _NAMES = """
 """
 
 
-def functions() -> dict[Any, Callable[..., Any]]:
+def functions() -> dict[object, Callable[..., object]]:
     """The function of PyTorch → what refuses it."""
     found: dict[object, Callable[..., object]] = {}
     for name in _NAMES.split():
@@ -52,7 +52,7 @@ def _dims(args: Any, kwargs: dict[str, Any], A: torch.Tensor) -> int:  # noqa: N
 def refuse(name: str, instead: str = "Write it with other operations, or compute it outside of the step.") -> Any:
     """What stands for a function of that name."""
 
-    def refused(*_args: object, **_kwargs: object) -> Any:
+    def refused(*_args: object, **_kwargs: object) -> object:
         raise UnsupportedError(
             f"{name} in a step (at {current_place()}): this strategy's compiler has other numbers, or none. {instead}"
         )
