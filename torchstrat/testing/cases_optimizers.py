@@ -427,7 +427,7 @@ def scheduled(make: Make, *, in_step: bool) -> Training:
     return Training(step, watch if looks else {**watch, "scheduler": scheduler}, after=after)
 
 
-def _constant_and_exponential(optimizer: Any) -> list[lr_scheduler.LRScheduler]:
+def _constant_and_exponential(optimizer: torch.optim.Optimizer) -> list[lr_scheduler.LRScheduler]:
     return [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 

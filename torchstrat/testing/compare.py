@@ -33,6 +33,7 @@ from torch import nn
 from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.data import rows, unmarked
+from torchstrat.strategies.strategy import Strategy
 from torchstrat.testing import contract
 from torchstrat.testing.spawn import Workers
 from torchstrat.testing.training import Snapshot, dtype_and_seed, read
@@ -188,7 +189,7 @@ def _first_difference(wanted: Snapshot, seen: Snapshot, tolerance: float) -> tup
     return None
 
 
-def _run(program: _Program, strategy: Any, traced: int | None = None) -> _Recording:
+def _run(program: _Program, strategy: Strategy | None, traced: int | None = None) -> _Recording:
     """All steps, plainly or under a synchronous strategy; every process of its launch calls this."""
     recording = _Recording()
     with dtype_and_seed(program.dtype, program.seed):

@@ -6,11 +6,11 @@ A step is recorded before it runs, so nothing in it can look at values, and some
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.strategies.strategy import Strategy
 from torchstrat.testing.training import Case, Snapshot, named_losses, read, step_for
 
 REFUSED: Mapping[str, type[Exception]] = {
@@ -35,7 +35,7 @@ REFUSED_ON_DEVICES: Mapping[str, type[Exception]] = {}
 OTHER_NUMBERS: Mapping[str, str] = {"dropout": "replicas draw from another stream of random numbers"}
 
 
-def run_case_on_tpu(case: Case, strategy: Any) -> Snapshot:
+def run_case_on_tpu(case: Case, strategy: Strategy) -> Snapshot:
     """Train under a `TPUStrategy` and read everything the case watches, outside of `run`."""
     with case.conditions():
         with strategy.scope():

@@ -63,7 +63,7 @@ class Observed:
     after: Snapshot
 
 
-def observe(divergence: Divergence, strategy: Any) -> Observed:
+def observe(divergence: Divergence, strategy: ts.Strategy) -> Observed:
     """Train one good step, then one in which replica 1 diverges. Collective where the strategy is."""
     torch.manual_seed(20)
     with strategy.scope():

@@ -15,6 +15,7 @@ from torchstrat.core.context import engine_of
 from torchstrat.distributed.collectives.shared_memory import device_copies
 from torchstrat.distributed.collectives.shared_memory.common_memory import why_not as why_no_common_memory
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.strategies.strategy import Strategy
 
 __all__ = ["FakeDevice", "on_fake_device", "shares_steps", "why_no_common_memory"]
 
@@ -91,7 +92,7 @@ def on_fake_device(*, refuses: bool = False, seconds: float = 0.0) -> Iterator[l
         yield made
 
 
-def shares_steps(strategy: Any, optimizer: torch.optim.Optimizer) -> bool:
+def shares_steps(strategy: Strategy, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the processes of a central storage strategy share out this optimizer's steps, in memory of the host."""
     engine: Any = engine_of(strategy)
     return bool(engine._storage.shares(optimizer))

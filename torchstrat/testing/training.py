@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchstrat.strategies.strategy import Strategy
+
 Batch = tuple[torch.Tensor, ...]
 """A global batch, or one replica's share of it: tensors of shape (rows, …), split on dim 0."""
 
@@ -287,7 +289,7 @@ def no_numbers(case: Case, replicas: int) -> None:
     """For what differs between replicas by design until it is applied: all of them have to agree afterwards."""
 
 
-def run_case(case: Case, strategy: Any) -> Snapshot:
+def run_case(case: Case, strategy: Strategy) -> Snapshot:
     """Train under ``strategy`` and read everything the case watches, outside of `run` and on each local replica.
 
     What replica ``i`` sees has ``" on replica i"`` behind its name. Collective where the strategy is.
@@ -307,11 +309,11 @@ def run_case(case: Case, strategy: Any) -> Snapshot:
         return snapshot | _seen_by_replicas(training, strategy)
 
 
-def _synchronization(training: Training, index: int, strategy: Any) -> Any:
+def _synchronization(training: Training, index: int, strategy: Strategy) -> Any:
     return strategy.no_sync() if training.no_sync and index in training.accumulate_on else nullcontext()
 
 
-def _seen_by_replicas(training: Training, strategy: Any) -> Snapshot:
+def _seen_by_replicas(training: Training, strategy: Strategy) -> Snapshot:
     import torchstrat as ts
 
     def look() -> tuple[torch.Tensor, Snapshot]:

@@ -41,7 +41,7 @@ class DefaultGroup:
     ``store``: where its processes met. ``name``: where they talk about it there; the same in all of them.
     """
 
-    def __init__(self, store: Any, name: str, *, is_ours: bool, excepthook_before: Any = None) -> None:
+    def __init__(self, store: dist.Store, name: str, *, is_ours: bool, excepthook_before: Any = None) -> None:
         self.store = store
         self._name, self._families = name, itertools.count()
         self._excepthooks = excepthook_before, sys.excepthook
@@ -142,7 +142,7 @@ def forget_meeting_points() -> None:
     _made = _found = None
 
 
-def answers(store: Any) -> bool:
+def answers(store: dist.Store) -> bool:
     """Whether whoever hosts ``store`` is still there; a later job may have been given the same port."""
     try:
         store.check(["anything"])
@@ -177,7 +177,7 @@ def _store_of_users_group(plan: ProcessPlan) -> Any:
 _LOOK_SECONDS = 0.01
 
 
-def fresh_store(store: Any, rank: int, size: int, purpose: str, timeout: timedelta) -> Any:
+def fresh_store(store: dist.Store, rank: int, size: int, purpose: str, timeout: timedelta) -> Any:
     """A part of ``store`` for the processes that call this now. Each of ``size`` calls it; returns when all have.
 
     Every process says a word that nobody has said before, and rank 0 answers each word with its own, which names the

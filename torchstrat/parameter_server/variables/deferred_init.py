@@ -327,7 +327,7 @@ def _is_followed(tensor: torch.Tensor, name: str) -> bool:
     return (name in _DRAWS and tensor.dim() == 2 and _is_whole(tensor)) or _recorded(tensor) is not None
 
 
-def _may_be_followed(tensor: Any) -> bool:
+def _may_be_followed(tensor: torch.Tensor) -> bool:
     """One that stands for a variable already has another class: what is done to it now is no initialiser."""
     is_plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
     return is_plain and tensor.layout == torch.strided and tensor.device.type == "cpu"

@@ -175,7 +175,7 @@ class _Values:
                         hooks.update(first)
 
 
-def _hooks_of(tensor: Any) -> tuple[dict[int, object] | None, ...]:
+def _hooks_of(tensor: torch.Tensor) -> tuple[dict[int, object] | None, ...]:
     """Of backward passes, which are made as one: they call the first pass's."""
     return hooks_on_gradient(tensor), hooks_after_accumulation(tensor)
 
