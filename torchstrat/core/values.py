@@ -174,7 +174,7 @@ class Mirrored(DistributedValues[T_co]):
         return getattr(self.values[0], name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: object = None) -> Any:
         return func(*nest.map_structure(_first, list(args)), **nest.map_structure(_first, kwargs or {}))
 
     @property

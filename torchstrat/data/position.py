@@ -154,7 +154,7 @@ class Saved:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Saved:
         found: dict[int, Resume] = {}
-        settings: dict[int, Mapping[str, Any]] = {}
+        settings: dict[int, Mapping[str, object]] = {}
         between: dict[int, Mapping[str, object]] = {}
         for number, stream in state["streams"].items():
             if state["under_way"]:

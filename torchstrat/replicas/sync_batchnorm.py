@@ -187,7 +187,7 @@ class _BatchNormOverReplicas(TorchFunctionMode):
         self._replica = replica
         self.seen = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         read = _READ.get(func)
         if read is None:
             return func(*args, **(kwargs or {}))

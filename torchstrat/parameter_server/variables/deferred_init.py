@@ -130,7 +130,7 @@ class RecordInitialisers(TorchDispatchMode):
         self._skipped.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # Drawing on meta does nothing, and torch's way of doing it imports its compiler.
@@ -283,7 +283,7 @@ def _block_seed(seed: int, block: int) -> int:
 # -- recording ------------------------------------------------------------------------------------------------------
 
 
-def _note_made(func: Any, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor) -> None:
+def _note_made(func: object, args: tuple[object, ...], kwargs: dict[str, object], result: torch.Tensor) -> None:
     """A new tensor: filled by its factory, or computed from one that has a recipe. Views need no note of their own."""
     name = schema_of(func).name.rpartition("::")[2]
     if name in _FACTORIES:
@@ -302,7 +302,7 @@ def _note_made(func: Any, args: tuple[object, ...], kwargs: dict[str, object], r
             _set(result, _Recorded([*source.ops, (f"{name}_", args[1:], kwargs, None)], source.obstacle))
 
 
-def _note_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
+def _note_written(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
     name = schema_of(func).name.rpartition("::")[2]
     given = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
     for argument in schema_of(func).arguments:
@@ -333,7 +333,7 @@ def _may_be_followed(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-def _is_copy_of_followed(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_copy_of_followed(func: object, args: tuple[Any, ...]) -> bool:
     is_copy = schema_of(func).name.rpartition("::")[2] in _COPIES and _may_be_followed(args[0])
     return is_copy and _recorded(args[0]) is not None
 
@@ -423,7 +423,7 @@ class _NoteSkipped(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if result is True and func == _ASKS_IS_META:

@@ -267,7 +267,7 @@ class Settings:
             )
 
 
-def _made(make: Callable[[Any], Any], members: Mapping[str, Any]) -> dict[str, Any]:
+def _made(make: Callable[[Any], object], members: Mapping[str, object]) -> dict[str, Any]:
     return {name: None if one is None else make(one) for name, one in members.items()}
 
 

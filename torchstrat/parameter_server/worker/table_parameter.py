@@ -256,7 +256,7 @@ class TableParameter(WatchedParameter):
     @classmethod
     @_torch_private.uncompiled
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         used: list[tuple[TableParameter, torch.Tensor]] = []  # with what takes the place of each
         written = _lists_written_to(func, args)
@@ -385,7 +385,7 @@ class TableParameter(WatchedParameter):
         return super().register_hook(with_rows)  # type: ignore[no-untyped-call]
 
 
-def _lists_written_to(func: Any, args: tuple[object, ...]) -> list[torch.Tensor]:
+def _lists_written_to(func: object, args: tuple[object, ...]) -> list[torch.Tensor]:
     """The tensors of lists that an operator writes to."""
     if not schema_of(func).is_mutable:
         return []

@@ -56,7 +56,7 @@ class CutTensor(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
     ) -> Any:
         return cls.apply(func, types, args, kwargs or {})
 

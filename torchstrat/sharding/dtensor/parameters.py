@@ -108,7 +108,7 @@ class _InPieces(TorchDispatchMode):
         self.written: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         place = self._places.get(id(args[0])) if args else None

@@ -104,7 +104,7 @@ class Edits:
             and not self._lanes.is_lane_tensor(tensor)
         )
 
-    def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, object]) -> Any:
         """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
 
         Variables and gradients then take what the first replica makes of them, which is said once, and buffers what

@@ -35,7 +35,7 @@ class KeptTensor(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
             if func in _FACTS or functorch.interpreters():  # in a later run it has the values of its own
                 return func(*args, **(kwargs or {}))

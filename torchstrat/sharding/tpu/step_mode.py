@@ -346,7 +346,7 @@ class StepMode(RecordedMode):
             _DATA.__set__: self._set_data,
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _steps.is_plain and func not in _READS:
             return func(*args, **kwargs)  # a hundred calls that mean what they say

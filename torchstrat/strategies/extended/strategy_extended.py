@@ -244,7 +244,7 @@ class StrategyExtended:
         """
         require_callable(fn, "update")
 
-        def across(strategy: Any, *merged_args: Any, **merged_kwargs: Any) -> Any:
+        def across(strategy: Any, *merged_args: object, **merged_kwargs: object) -> Any:
             return update(strategy, var, fn, merged_args, merged_kwargs, group)
 
         if context.replica_of(self._strategy, "update") is None:
