@@ -33,8 +33,11 @@ from torch.nn import functional as F
 
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
+    foreach_div_,
+    foreach_mul_,
     have_readers_ask,
     is_compiler_at_work,
+    is_view,
     new_hook_key,
     own_parameters,
     put_lookup_hook,
@@ -248,7 +251,7 @@ def _is_part_of(one: torch.Tensor, table: torch.Tensor) -> bool:
 def _views_of(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views that the program has already made of a table, which nobody has known until now."""
     known = {id(table) for table in tables}
-    found = [one for one in gc.get_objects() if type(one) is torch.Tensor and one._is_view()]
+    found = [one for one in gc.get_objects() if type(one) is torch.Tensor and is_view(one)]
     return [one for one in found if id(one._base) in known and id(one) not in known]
 
 

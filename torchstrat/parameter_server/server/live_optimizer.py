@@ -154,7 +154,7 @@ class LiveOptimizer:
         optimizers = [self._optimizer, *wrapped_by(self._optimizer)]
         numbers = itertools.chain((number, *wraps), itertools.repeat(None))
         parameters = [parameter for _, parameter in self._keyed(groups)]
-        self._members = [_Member(one, own, parameters) for one, own in zip(optimizers, numbers, strict=False)]
+        self.members = [_Member(one, own, parameters) for one, own in zip(optimizers, numbers, strict=False)]
         self._has_stepped = self._keeps_gradients = False
         self._groups: list[_Group] = []
         self._find_groups()

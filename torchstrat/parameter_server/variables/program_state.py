@@ -409,7 +409,7 @@ class CapturedVariables:
         with DisableTorchFunctionSubclass():
             for reference in self._parameters.values():
                 tensor = reference()
-                found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
+                found += (None, None) if tensor is None else (version_of(tensor), tensor.requires_grad)
             for number, slots in self._buffers.items():
                 tensor = slots[0].tensor if len(slots) == 1 else self._slot(number).tensor
                 is_known = self._cache.tensor(number) is tensor
@@ -496,10 +496,10 @@ class Reading:
         if any(population):
             modules = list(registry.modules())
             self._read_modules(modules)
-            self._marks += map(attributes.mark, modules)
-            self._marks += structure.mark()
-            self._marks += class_attributes.marks()
-            self._marks += variables.states()
+            self.marks += map(attributes.mark, modules)
+            self.marks += structure.mark()
+            self.marks += class_attributes.marks()
+            self.marks += variables.states()
             self._is_comparable = not variables.has_traceless_changes()
             optimizers = registry.optimizers()
             self.marks += marks_of(optimizers)

@@ -150,7 +150,7 @@ def by_rows(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _looks_sparse(gradient: RowGradient) -> bool:
-    return _asks_for_sparse(gradient._table)
+    return _asks_for_sparse(gradient.table)
 
 
 def _asks_for_sparse(table: weakref.ref[Any]) -> bool:
@@ -319,7 +319,7 @@ class LeftGradients:
     def pushed(self, gradient: torch.Tensor) -> bool:
         """A step has used it. Gives whether an earlier one has, too."""
         is_used_again = hasattr(gradient, _USED_AT)
-        setattr(gradient, _USED_AT, gradient._version)
+        setattr(gradient, _USED_AT, version_of(gradient))
         return is_used_again
 
     def end(self, reached: Iterable[int] | None) -> None:

@@ -380,7 +380,7 @@ class Copies:
         slots = self._slots.get(spec.number, ())
         for known, name in slots if len(slots) > 1 else ():
             if (module := known()) is not None:
-                module._buffers[name] = buffer
+                own_buffers(module)[name] = buffer
         self._reference[spec.number] = value.to(self._device, copy=True)
 
     def _is_statistic(self, spec: VariableSpec) -> bool:
@@ -402,7 +402,7 @@ class Copies:
         """Modules have one buffer, and a function may have put another tensor into one of them."""
         current = self._buffer(spec)
         for known, name in self._slots[spec.number]:
-            if (module := known()) is not None and module._buffers.get(name) is not current:
+            if (module := known()) is not None and own_buffers(module).get(name) is not current:
                 raise no_longer_one(spec.name)
 
     def bring_table(self, table: TableParameter) -> None:

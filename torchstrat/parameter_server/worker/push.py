@@ -34,6 +34,8 @@ from torchstrat.core._torch_private import (
     before_step,
     hooks_before_step,
     number_hooks_apart,
+    own_buffers,
+    own_parameters,
     sparse_indices,
     sparse_values,
 )
@@ -100,9 +102,9 @@ class MadeMembers:
     def check(self) -> None:
         """Raise `UnsupportedError` for parameters that are still there, and warn of buffers."""
         for module, name in _made_here.noted or ():
-            if module._buffers.get(name) is not None and self._is_captured(module):
+            if own_buffers(module).get(name) is not None and self._is_captured(module):
                 self._warn_of_buffer(module, name)
-            parameter = module._parameters.get(name)
+            parameter = own_parameters(module).get(name)
             if parameter is not None and self._is_captured(module) and self._copies.spec_of(parameter) is None:
                 raise UnsupportedError(
                     f"a scheduled function has made a parameter, {name!r} of a {type(module).__name__}. It is this "

@@ -446,7 +446,7 @@ class Components:
         slot = self._new_slot(tensor)
         slot.trained = tensor.requires_grad
         slot.made_by, slot.is_shared, slot.is_copy = self._holder, False, id(tensor) in self._copies
-        slot.version, slot.first = tensor._version, sample(tensor)
+        slot.version, slot.first = version_of(tensor), sample(tensor)
         for key in {*self._replicas, self._home}:
             same = key == self._installed
             slot.data[key] = tensor.data if same else copy_to(tensor.data, self.device_of(key))

@@ -43,7 +43,7 @@ class CutTensor(DTensor):
     """The parameter whose value it is in this step."""
     _is_shown: bool
     """Whether that has its memory now, for the backend to work on."""
-    _is_value: bool
+    is_value: bool
     """Whether its piece is the memory of a variable."""
     is_gradient: bool
     """Whether its piece is the gradient of one."""
@@ -120,8 +120,8 @@ def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTen
     """``local`` as this process's piece of a tensor that is cut like ``cut``, without a graph."""
     shape = devices.axes.whole_shape(local.shape, cut)
     made: CutTensor = make_dtensor(CutTensor, local, shape, devices.mesh, devices.placements(cut))
-    made._devices, made._cut, made._whole_shape = devices, cut, torch.Size(shape)
-    made._variable, made._is_shown, made._is_value, made._is_gradient = None, False, False, False
+    made.devices, made.cut, made.whole_shape = devices, cut, torch.Size(shape)
+    made.variable, made._is_shown, made.is_value, made.is_gradient = None, False, False, False
     made._gradient = made._seen_gradient = made._lender = None
     return made
 

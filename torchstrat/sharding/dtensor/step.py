@@ -13,6 +13,8 @@ from torchstrat.core._torch_private import (
     DisableTorchDispatch,
     DisableTorchFunction,
     clipping_hooks,
+    hooks_after_step,
+    hooks_before_step,
     optimizer_post_hooks,
     optimizer_pre_hooks,
     raise_on_data_pointer,
@@ -105,13 +107,13 @@ def _with_memory(stand_ins: Iterable[CutTensor]) -> Iterator[None]:
     """In this block variables have their pieces, for who works on these."""
     shown = [one for one in stand_ins if not one._is_shown]
     for one in shown:
-        show(one._variable, local_of(one))  # type: ignore[arg-type]
+        show(one.variable, local_of(one))  # type: ignore[arg-type]
         one._is_shown = True
     try:
         yield
     finally:
         for one in shown:
-            show(one._variable, _no_memory_like(local_of(one)))  # type: ignore[arg-type]
+            show(one.variable, _no_memory_like(local_of(one)))  # type: ignore[arg-type]
             one._is_shown = False
 
 
@@ -223,7 +225,7 @@ def _on_gradients(
         given = [*pieces]
         with DisableTorchFunction(), _with_memory(stand_ins):
             hook(pieces)
-            now = {id(one._variable.grad): one for one in stand_ins}  # type: ignore[union-attr]
+            now = {id(one.variable.grad): one for one in stand_ins}  # type: ignore[union-attr]
         for place, piece in enumerate(pieces):
             if place >= len(given) or piece is not given[place]:
                 of_variable = now.get(id(piece))

@@ -68,7 +68,7 @@ class LaneWeights:
     @property
     def rows_of_each(self) -> int:
         """How many rows each active lane has; 0 where that is not known."""
-        rows = self._rows[0] if self._given is None and len(set(self._rows)) == 1 else 0
+        rows = self.rows[0] if self.given is None and len(set(self.rows)) == 1 else 0
         return int(rows) if float(rows).is_integer() else 0
 
     def give(self, weight: object) -> None:

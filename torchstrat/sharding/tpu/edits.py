@@ -119,7 +119,7 @@ class Edits:
         may_count = is_alike and rows > 1 and len(args) > 1 and type(args[1]) is int and args[1] == rows
         if is_alike and not may_count and not self._registry.buffer_rules:
             return do(*args, **kwargs)
-        base = target._base if target._is_view() else target
+        base = target._base if is_view(target) else target
         slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is base), None)
         if slot is not None and base is not target:
             require_whole(self._registry, slot, "a part of it is edited")

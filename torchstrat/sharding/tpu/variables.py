@@ -14,8 +14,11 @@ from torchstrat.core._torch_private import (
     give_hooks,
     hooks_after_accumulation,
     hooks_on_gradient,
+    is_view,
+    own_buffers,
     swap_tensor_impl,
     untouched_by_surroundings,
+    version_of,
 )
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.variables import VariableRegistry
@@ -51,7 +54,7 @@ class ValuesBefore:
         self._edited: dict[int, torch.Tensor] = {}
         with untouched_by_surroundings():
             self._buffers = [
-                (slot, tensor, tensor._version, tensor.detach().clone())
+                (slot, tensor, version_of(tensor), tensor.detach().clone())
                 for slot in registry.buffer_slots()
                 if (tensor := slot.tensor) is not None and slot.has_values and not functorch.is_batched(tensor)
             ]
@@ -59,7 +62,7 @@ class ValuesBefore:
     def edits(self, tensor: torch.Tensor) -> None:
         """The step is about to change ``tensor``, which may show a part of a variable."""
         key = id(tensor)
-        if key not in self._variables and tensor._is_view():
+        if key not in self._variables and is_view(tensor):
             key = id(tensor._base)
         if key in self._variables and key not in self._edited and not is_lazy(self._variables[key]):
             with untouched_by_surroundings():
@@ -80,8 +83,8 @@ class ValuesBefore:
             for key, value in self._edited.items():
                 self._variables[key].copy_(value)
             for slot, tensor, version, value in self._buffers:
-                slot.module._buffers[slot.name] = tensor
-                if tensor._version != version:
+                own_buffers(slot.module)[slot.name] = tensor
+                if version_of(tensor) != version:
                     tensor.copy_(value)
 
 

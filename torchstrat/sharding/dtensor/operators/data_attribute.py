@@ -71,8 +71,8 @@ def show(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 @rule("detach", _OWN.__get__)
 def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
     """The same memory: of a variable, or of its gradient, it may be written to."""
-    found = cut_tensor(local_of(tensor).detach(), tensor._cut, call.devices)
-    found._is_value, found._is_gradient, found._lender = tensor._is_value, tensor._is_gradient, tensor._lender
+    found = cut_tensor(local_of(tensor).detach(), tensor.cut, call.devices)
+    found.is_value, found.is_gradient, found._lender = tensor.is_value, tensor.is_gradient, tensor._lender
     return found
 
 
@@ -80,20 +80,20 @@ def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
 def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, CutTensor):
         raise call.refused("would give its memory to a tensor that is not cut, and a process has a piece")
-    if not (target._is_value or target._is_gradient):
+    if not (target.is_value or target.is_gradient):
         raise call.refused("would change it in place; write the result to a new tensor")
     _require_alike(call, target, value)
     lender: weakref.ref[torch.Tensor] | None = None
-    if isinstance(value, CutTensor) and value._cut == target._cut:
+    if isinstance(value, CutTensor) and value.cut == target.cut:
         memory, lender = local_of(value), value._lender
-        if not (value._is_value or value._is_gradient):
+        if not (value.is_value or value.is_gradient):
             _require_unshared(call, value)
     else:
-        if isinstance(value, CutTensor) and (value._is_value or value._is_gradient):
+        if isinstance(value, CutTensor) and (value.is_value or value.is_gradient):
             raise call.refused("of another cut would become what the two have in common; give it value.clone()")
         lender = weakref.ref(_require_unshared(call, value))
         with torch.no_grad():
-            memory = call.enter(value.detach(), target._cut, ())
+            memory = call.enter(value.detach(), target.cut, ())
     own = local_of(target)
     with WithoutSubclasses():
         memory = memory.detach()
@@ -106,9 +106,9 @@ def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _require_alike(call: Call, target: CutTensor, value: torch.Tensor) -> None:
-    if shape_of(value) != target._whole_shape or value.dtype != target.dtype or value.layout != torch.strided:
+    if shape_of(value) != target.whole_shape or value.dtype != target.dtype or value.layout != torch.strided:
         raise call.refused(
-            f"of shape {tuple(target._whole_shape)} and {target.dtype} would become one of shape "
+            f"of shape {tuple(target.whole_shape)} and {target.dtype} would become one of shape "
             f"{tuple(shape_of(value))} and {value.dtype}; a variable stays what it is"
         )
     if not isinstance(value, CutTensor) and value.device != call.devices.device:
@@ -132,7 +132,7 @@ def require_own_memory(tensors: Iterable[CutTensor], what: str) -> None:
     for tensor in tensors:
         if tensor._lender is not None and tensor._lender() is not None:
             raise UnsupportedError(
-                f"{what} a variable that is cut over logical devices, of shape {tuple(tensor._whole_shape)}. In this "
+                f"{what} a variable that is cut over logical devices, of shape {tuple(tensor.whole_shape)}. In this "
                 "step it was given the memory of a tensor that is not cut like it, and which the program still has "
                 "(variable.data = tensor): that would change on each process in another place. Copy its values "
                 "instead, variable.data = tensor.clone()."
