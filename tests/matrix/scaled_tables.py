@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused, switched_off
-from torchstrat.core import _torch_private
+from torchstrat.core import _functional_private
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import scaling_lookups
 from torchstrat.replicas.in_process.components import Components
@@ -420,7 +420,7 @@ FAULTS = (
     ),
     PlantedFault(
         "a function that is compiled in a run keeps its lookups",
-        switched_off(_torch_private, "is_compiler_at_work", lambda: False),
+        switched_off(_functional_private, "is_compiler_at_work", lambda: False),
         cells_at("looked up and used in a compiled function", "functional.embedding"),
     ),
     PlantedFault(
@@ -455,7 +455,7 @@ FAULTS = (
     ),
     PlantedFault(
         "a function that has been compiled keeps its lookups",
-        switched_off(_torch_private, "_compiled_lookups", _Forgets()),
+        switched_off(_functional_private, "_compiled_lookups", _Forgets()),
         cells_at("looked up and used in a function compiled before", "functional.embedding", "mirrored x2"),
     ),
     PlantedFault(

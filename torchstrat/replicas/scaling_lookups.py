@@ -31,20 +31,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchstrat.core._functional_private import (
+    have_readers_ask,
+    put_lookup_hook,
+    remove_lookup_hook,
+    watch_scaling_lookups,
+)
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
     foreach_div_,
     foreach_mul_,
-    have_readers_ask,
     is_compiler_at_work,
     is_view,
     new_hook_key,
     own_parameters,
-    put_lookup_hook,
-    remove_lookup_hook,
     share_storage,
     uncompiled_because,
-    watch_scaling_lookups,
 )
 from torchstrat.core.context import get_replica_context
 from torchstrat.core.errors import UnsupportedError
