@@ -414,11 +414,6 @@ FAULTS = (
         cells_at("used without gradient", "nn.Embedding", "torchrun mirrored"),
     ),
     PlantedFault(
-        "tables of torch's modules are known from their first lookup only",
-        switched_off(scaling_lookups, "scaling_tables", lambda modules: []),
-        cells_at("looked up and used in a function compiled before", "nn.Embedding"),
-    ),
-    PlantedFault(
         "a function that is compiled in a run keeps its lookups",
         switched_off(_functional_private, "is_compiler_at_work", lambda: False),
         cells_at("looked up and used in a compiled function", "functional.embedding"),
