@@ -19,7 +19,17 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
+from tests.matrix.table import (
+    RIGHT,
+    Cell,
+    Expected,
+    PlantedFault,
+    Table,
+    assert_close,
+    cells_at,
+    refused,
+    switched_off,
+)
 from torchstrat.core import variables
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.errors import ReplicaDivergenceError
@@ -27,8 +37,9 @@ from torchstrat.replicas.in_process.component_attributes import ComponentAttribu
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.newborn import Twins
+from torchstrat.sharding.tpu.own_leaves import OwnLeaves
 
-PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
+PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN, places.TPU)
 Kept = dict[str, Any]
 
 
@@ -37,10 +48,11 @@ class Scaled(nn.Module):
 
     factors: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(3, dtype=torch.float64))
-        self.register_buffer("factors", 1 + torch.rand(3, dtype=torch.float64))
+        draw = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.rand(3, generator=draw, dtype=torch.float64))
+        self.register_buffer("factors", 1 + torch.rand(3, generator=draw, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight * self.factors
@@ -48,24 +60,28 @@ class Scaled(nn.Module):
 
 def _replica() -> int:
     context = ts.get_replica_context()
-    return 0 if context is None else context.replica_id_in_sync_group
+    replica = 0 if context is None else context.replica_id_in_sync_group
+    return 0 if isinstance(replica, torch.Tensor) else replica  # one call for all replicas
 
 
 def _module(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-    torch.manual_seed(7 + _replica())  # of which the first one's counts, and a plain program's
-    layer = Scaled()
+    layer = Scaled(7 + _replica())  # of which the first one's counts, and a plain program's
     return layer, list(layer.parameters())
 
 
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(3)
-    _ORIGINAL = Scaled()
+_ORIGINAL = Scaled(3)
 
 
 def _copy(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
     """What a replica adapts to its own rows."""
     layer = copy.deepcopy(_ORIGINAL)
     return layer, list(layer.parameters())
+
+
+def _parameter(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+    """In no module."""
+    weight = nn.Parameter(_ORIGINAL.weight.detach().clone())
+    return weight.__mul__, [weight]
 
 
 def _leaf(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
@@ -112,12 +128,14 @@ def _step(make: Callable[[torch.Tensor], Any], becomes: str, kept: Kept, x: torc
 ROWS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "a module": _module,
     "a deep copy": _copy,
+    "a parameter in no module": _parameter,
     "a leaf tensor of each row": _leaf,
     "a leaf tensor of all rows": _shared_leaf,
 }
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "a module": ("made anew", "made anew, gradients by hand", "kept"),
     "a deep copy": ("made anew", "made anew, gradients by hand", "made anew, seen from outside", "kept"),
+    "a parameter in no module": ("made anew", "made anew, gradients by hand", "made anew, seen from outside", "kept"),
     "a leaf tensor of each row": ("made anew", "made anew, gradients by hand", "made anew, seen from outside"),
     "a leaf tensor of all rows": ("kept",),
 }
@@ -132,7 +150,7 @@ def _run(strategy: Any, row: str, column: str) -> torch.Tensor:
     if strategy is not None:
         found = [strategy.run(step, args=(batch,)) for batch in strategy.distribute_dataset(batches)]
         return torch.cat([strategy.gather(one, axis=0) for one in found])
-    if row in ("a deep copy", "a leaf tensor of each row"):
+    if row in ("a deep copy", "a parameter in no module", "a leaf tensor of each row"):
         return torch.cat([step(half) for batch in batches for half in batch.split(2)])
     return torch.cat([step(batch) for batch in batches])
 
@@ -289,9 +307,15 @@ FAULTS = (
         ("a module | made anew | mirrored x2",),
     ),
     PlantedFault(
+        "what a recorded step makes is one for all replicas",
+        lambda: patch.object(OwnLeaves, "is_new", lambda *_: False),
+        cells_at("a deep copy", "made anew", places.TPU)
+        + cells_at("a parameter in no module", "made anew", places.TPU),
+    ),
+    PlantedFault(
         "nobody notices an optimizer that a later step goes on with",
         lambda: patch.object(VariableRegistry, "note_step_of", lambda *_: None),
-        ("a leaf tensor of all rows | kept | torchrun mirrored",),
+        cells_at("a leaf tensor of all rows", "kept", "torchrun mirrored", places.TPU),
     ),
     PlantedFault(
         "what has been changed before others find it is changed again",

@@ -124,6 +124,8 @@ set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
 """`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
 
 is_inside_transform: Callable[[], Any] = look_up("_C._functorch.peek_interpreter_stack")
+is_of_transform: Callable[[torch.Tensor], bool] = look_up("_C._functorch.is_functorch_wrapped_tensor")
+"""Whether a tensor stands for what a mapping or a gradient of ``torch.func`` has behind it."""
 """Something, or None: whether this thread is in a transform of ``torch.func`` (vmap, grad, jvp …)."""
 
 is_any_autocast_enabled: Callable[[], bool] = look_up("_C._is_any_autocast_enabled")

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_children
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, is_of_transform, own_children
 from torchstrat.core.values import DistributedValues
 from torchstrat.core.variable.tensor_like import TensorLike
 
@@ -297,7 +297,8 @@ def has_address(tensor: torch.Tensor) -> bool:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda)
     with DisableTorchFunctionSubclass():  # a variable that is cut over logical devices says where its pieces are
-        return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
+        is_plain = tensor.layout == torch.strided and not is_lazy(tensor) and not is_of_transform(tensor)
+        return is_plain and tensor.device.type in ("cpu", "cuda")
 
 
 def address_of(tensor: torch.Tensor) -> int:

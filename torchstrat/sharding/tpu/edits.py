@@ -17,6 +17,7 @@ from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu.backward import LaneBackward
 from torchstrat.sharding.tpu.lanes import Lanes
+from torchstrat.sharding.tpu.own_leaves import OwnLeaves
 
 _TENSOR: Any = torch.Tensor
 _ALIASES = frozenset((torch.detach, _TENSOR.detach, _TENSOR.data.__get__))
@@ -58,6 +59,7 @@ class Edits:
         self,
         lanes: Lanes,
         backward: LaneBackward,
+        own: OwnLeaves,
         registry: VariableRegistry,
         merged: Callable[[Any, VariableAggregation, torch.Tensor], Any],
         expose: Callable[[torch.Tensor], None],
@@ -67,7 +69,7 @@ class Edits:
 
         ``expose``: told of a tensor whose ``data`` the step asks for, or replaces."""
         self._lanes, self._backward, self._registry, self._merged = lanes, backward, registry, merged
-        self._differing = differing
+        self._own, self._differing = own, differing
         self.expose = expose
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._aliased: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -82,6 +84,7 @@ class Edits:
             return
         if func in _ALIASES or is_view(result):
             for one in of:
+                self._own.note_alias(one, result)
                 if _is_noted(self._made, one) or _is_noted(self._aliased, one):
                     for alias in (one, result):
                         self._aliased[id(alias)] = weakref.ref(alias)
@@ -112,7 +115,7 @@ class Edits:
         combined. A tensor that the step has made becomes each replica's own (``total += loss``).
         """
         target = args[0]
-        if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
+        if self._lanes.is_inside_transform:
             return do(*args, **kwargs)
         is_alike = not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs)))
         rows = self._backward.rows_of_each
@@ -176,14 +179,11 @@ class Edits:
             ) from error
 
     def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """``tensor.grad = gradient``: what the replicas' gradients combine to."""
+        """``tensor.grad = gradient``: what the replicas' ones combine to, or each one's for a tensor of its own."""
+        if gradient is not None and self._lanes.is_lane_tensor(gradient) and self._own.is_new(tensor):
+            self._own.make_own(tensor)
         if self._lanes.is_lane_tensor(tensor):
-            if gradient is not None:
-                raise UnsupportedError(
-                    "a step assigned .grad of a tensor that differs between replicas; on this strategy only variables "
-                    "can be assigned a gradient."
-                )
-            self._lanes.behind(tensor).grad = None
+            self._own.set_gradient(tensor, gradient)
             return
         if gradient is not None and self._lanes.is_lane_tensor(gradient):
             gradient = self._backward.combined_gradient(gradient)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
@@ -52,6 +53,13 @@ class KeptTensor(torch.Tensor):
         )
 
 
+class KeptParameter(KeptTensor, nn.Parameter):
+    """The same of a parameter."""
+
+
+_KEPT: dict[type, Any] = {torch.Tensor: KeptTensor, nn.Parameter: KeptParameter}
+
+
 class Notes:
     """The tensors of one run that differ between replicas."""
 
@@ -70,8 +78,9 @@ class Notes:
         """The run is over: who still has one learns so."""
         for reference in self._known:
             tensor = reference()
-            if tensor is not None and type(tensor) is torch.Tensor and is_lane_tensor(tensor):
-                tensor.__class__ = KeptTensor
+            kept = None if tensor is None else _KEPT.get(type(tensor))
+            if kept is not None and is_lane_tensor(tensor):
+                tensor.__class__ = kept
         self._known = []
 
 

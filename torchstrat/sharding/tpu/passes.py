@@ -40,6 +40,7 @@ from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, explaining
+from torchstrat.sharding.tpu.own_leaves import MadeInRun
 
 FIRST = 0
 HOST = torch.device("cpu")
@@ -50,6 +51,9 @@ Combine = Callable[[dict[int, Any]], dict[int, Any]]
 
 class Alone:
     """In the place of `Passes`, for a run with one."""
+
+    def __init__(self) -> None:
+        self.made = MadeInRun()
 
     @staticmethod
     def meet(call: str, payload: object, combine: Combine) -> Any:
@@ -205,6 +209,7 @@ class Passes:
         self._installed = FIRST
         self._baton = Baton(range(count), threads, self._switch)
         self._local = threading.local()
+        self.made = MadeInRun()
 
     @property
     def index(self) -> int | None:

@@ -29,6 +29,7 @@ from torchstrat.sharding.tpu.edits import Edits
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LaneValues, Pass, Stacked, join_passes
 from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import explaining, refused_program
+from torchstrat.sharding.tpu.own_leaves import OwnLeaves
 from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.step_mode import StepMode
@@ -158,14 +159,19 @@ class Recording:
         self.weights, self.lanes = weights, weights.lanes
         self._inputs: dict[int, torch.Tensor] = {}
         self._together = CrossLanes(self.lanes, weights)
-        self._rewrites = Rewrites(self.mean_over_replicas, self.sum_over_replicas, logical_devices=logical_devices)
+        self._rewrites = Rewrites(
+            self.mean_over_replicas, self.sum_over_replicas, self._is_own_statistic, logical_devices=logical_devices
+        )
 
     def record(self, fn: Callable[..., object], one: Pass, device: torch.device) -> Any:
         """Call ``fn`` for the pass's replicas; its result as `run` returns it, if there is no other pass."""
         lanes = self.lanes
         known = _known_objects(self._registry, one)
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
-        self._edits = edits = Edits(lanes, backward, self._registry, self.merged, self._passes.expose, self._differing)
+        several = self._num_replicas > 1
+        self._own = own = OwnLeaves(lanes, self.weights, backward, known, self._passes.made, several)
+        registry, expose = self._registry, self._passes.expose
+        self._edits = edits = Edits(lanes, backward, own, registry, self.merged, expose, self._differing)
         draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
         mode = StepMode(lanes, backward, edits, draws, self._rewrites, device, self._told_of_edits)
         with lanes.entered():
@@ -175,13 +181,15 @@ class Recording:
             )
             self._inputs = {id(leaf): leaf for leaf in nest.leaves((args, kwargs)) if lanes.is_lane_tensor(leaf)}
             context = ReplicaContext(self._strategy, self._replica_id(one))
-            with explaining(), enter(self._strategy, context), mode.active():
+            with explaining(), enter(self._strategy, context), own.watched(), mode.active():
                 returned = fn(*args, **kwargs)
             with lanes.left("run"):
                 try:
-                    return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                    result = nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
                 except RuntimeError as error:  # what the step has made is no tensor of these devices
                     raise refused_program(error) from error
+                own.close()
+                return result
 
     def _replica_id(self, one: Pass) -> Any:
         """Each lane's replica; a lane that is nobody's takes part as the first one."""
@@ -250,6 +258,12 @@ class Recording:
     def mean_over_replicas(self, value: object) -> Any:
         """See `merged`, of statistics."""
         return self.merged(value, VariableAggregation.MEAN)
+
+    def _is_own_statistic(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer is each replica's own: a deep copy's, which the step has made."""
+        if self._num_replicas > 1 and self._edits.is_alone(buffer) and not self._own.is_member(buffer):
+            self._edits.make_own("running statistics", buffer)
+        return self.lanes.is_lane_tensor(buffer)
 
     def merged(self, value: Any, aggregation: VariableAggregation, before: torch.Tensor | None = None) -> Any:
         """What becomes of a buffer that the replicas have changed differently: the mean, of integers the first one's;

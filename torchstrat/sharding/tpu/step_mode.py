@@ -9,6 +9,7 @@ shape.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import is_any_autocast_enabled, swap_tensor_impl
+from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast_enabled, swap_tensor_impl
 from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.core.half_precision import HALF
 from torchstrat.core.optimizers import Tier, tier_of
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import LaneBackward
 from torchstrat.sharding.tpu.draws import Draws, is_draw
@@ -33,6 +35,7 @@ from torchstrat.sharding.tpu.edits import Edits, is_edit
 from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, members, of_complex
+from torchstrat.sharding.tpu.own_leaves import OwnLeaves
 from torchstrat.sharding.tpu.rewrites import Rewrites
 
 _NAMES = (
@@ -227,6 +230,16 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_NO_USES = {
+    *(torch.Tensor.requires_grad_, torch.Tensor.detach, torch.Tensor.__deepcopy__, torch.Tensor.backward),
+    *(_DATA.__set__, _GRAD.__set__),
+    *(
+        one.__get__
+        for name, one in inspect.getmembers(torch.Tensor, inspect.isgetsetdescriptor)
+        if name not in ("T", "mT", "H", "mH", "real", "imag")
+    ),
+}
+"""What a step may ask of a leaf without being differentiated for it."""
 
 
 class RecordedMode(TorchFunctionMode):
@@ -326,6 +339,8 @@ class StepMode(RecordedMode):
         backward: LaneBackward,
         edits: Edits,
         draws: Draws,
+        own: OwnLeaves,
+        registry: VariableRegistry,
         rewrites: Rewrites,
         device: torch.device,
         told_of_edits: Callable[[torch.Tensor], object],
@@ -344,6 +359,7 @@ class StepMode(RecordedMode):
             torch.Tensor.detach_: self._detach_,
             _DATA.__get__: self._data,
             _DATA.__set__: self._set_data,
+            torch.Tensor.__deepcopy__: self._deepcopy,
         }
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -393,7 +409,11 @@ class StepMode(RecordedMode):
         create_graph: bool = False,
         inputs: object = None,
     ) -> None:
-        self._backward.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+        self._run_backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
+        self._own.before_backward()
+        self._backward.backward(*args, **kwargs)
 
     def _requires_grad_(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
         if self._lanes.is_inside_transform:
@@ -421,6 +441,9 @@ class StepMode(RecordedMode):
         return data
 
     def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        if self._lanes.is_lane_tensor(tensor) or self._lanes.is_lane_tensor(data):
+            self._own.set_data(tensor, data)
+            return
         self._edits.expose(tensor)
         tensor.data = data
 
@@ -434,13 +457,34 @@ class StepMode(RecordedMode):
         return self._lanes.behind(tensor).requires_grad
 
     def _grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self._backward.gradient_of(tensor) if self._lanes.is_lane_tensor(tensor) else tensor.grad
+        return self._own.gradient_of(tensor) if self._lanes.is_lane_tensor(tensor) else tensor.grad
+
+    def _deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """As `copy.deepcopy` of a tensor that is no parameter."""
+        if id(tensor) in memo or not (self._lanes.is_lane_tensor(tensor) or tensor.requires_grad):
+            copied: torch.Tensor = tensor.__deepcopy__(memo)
+            self._edits.note_result(torch.Tensor.__deepcopy__, (tensor,), copied)
+            return copied
+        copied = tensor.detach().clone()
+        memo[id(tensor)] = copied
+        return self._own_leaf(copied) if self._requires_grad(tensor) else copied
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """The mode, and what a mode cannot see: ``torch.autograd.backward``."""
-        with _backward_calls(self._backward.backward), super().active():
-            yield
+        before, _steps.before = _steps.before, self._before_step
+        try:
+            with _backward_calls(self._run_backward), super().active():
+                yield
+        finally:
+            _steps.before = before
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        with DisableTorchFunction():
+            self._own.before_step(optimizer)
+        if steps_own_tensors(optimizer):
+            self._own.note_step_of(optimizer)
+            self._registry.note_step_of(optimizer)
 
 
 class _OptimizerSteps(threading.local):
@@ -449,6 +493,8 @@ class _OptimizerSteps(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[bool] = []
+        self.before: Callable[[Any], None] | None = None
+        """Called with every optimizer that is about to step."""
 
     @property
     def is_plain(self) -> bool:
@@ -473,6 +519,8 @@ def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
 
     def enter(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         require_possible(optimizer)
+        if _steps.before is not None:
+            _steps.before(optimizer)
         closure = closure_of(args, kwargs)
         # What others do with a closure's loss, which differs from lane to lane, is not known.
         is_plain = closure is None or tier_of(optimizer) is not Tier.ALL

@@ -25,6 +25,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.tpu import _functorch_private as functorch
 from torchstrat.sharding.tpu.edits import require_whole
+from torchstrat.sharding.tpu.lanes import KeptTensor
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
@@ -107,6 +108,9 @@ class DeviceVariables:
     def take(self) -> None:
         """Bring what is still on the host to the devices."""
         new = [tensor for tensor in self._registry.tensors() if not self._is_taken(tensor)]
+        if any(isinstance(tensor, KeptTensor) for tensor in new):
+            self._let_go_of_kept()
+            new = [tensor for tensor in new if not isinstance(tensor, KeptTensor)]
         names = self._registry.outermost_names() if new and self._sharding_of is not None else {}
         for tensor in new:
             self._take_variable(tensor, names.get(id(tensor)))
@@ -117,6 +121,15 @@ class DeviceVariables:
                     self._move(buffer)
                 self.shard(buffer, self._replicated(buffer))
         self._take_states()
+
+    def _let_go_of_kept(self) -> None:
+        """What an earlier step has made for each replica by itself is no variable, though this step reaches it."""
+        modules = [
+            module
+            for module in self._registry.modules()
+            if any(isinstance(one, KeptTensor) for one in module._parameters.values())
+        ]
+        self._registry.let_go(modules)
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._runtime.device and self.is_known(tensor)

@@ -62,14 +62,20 @@ class Rewrites:
     """The replacements for the replicas of one run.
 
     ``first_replica`` gives the first replica's part of a tensor that differs between replicas, and any other tensor
-    itself: running statistics are one for all replicas. ``sum_over_replicas`` is for `sync_batch_norm` only.
+    itself: running statistics are one for all replicas, unless ``is_own`` says otherwise. ``sum_over_replicas`` is for
+    `sync_batch_norm` only.
     ``logical_devices``: how many devices compute one replica.
     """
 
     def __init__(
-        self, first_replica: TensorMap, sum_over_replicas: TensorMap | None = None, *, logical_devices: int = 1
+        self,
+        first_replica: TensorMap,
+        sum_over_replicas: TensorMap | None = None,
+        is_own: Callable[[torch.Tensor], bool] | None = None,
+        *,
+        logical_devices: int = 1,
     ) -> None:
-        batch = BatchNormalization(first_replica, sum_over_replicas)
+        batch = BatchNormalization(first_replica, sum_over_replicas, is_own)
         self.sync_batch_norm: Function = batch.sync_batch_norm
         self._found: dict[Any, Function] = {
             **_EVERYWHERE,

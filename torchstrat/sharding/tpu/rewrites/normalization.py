@@ -110,11 +110,18 @@ class BatchNormalization:
     """The functions that read or update running statistics, for the replicas of one run.
 
     ``first_replica`` gives the first replica's part of a tensor that differs between replicas, and any other tensor
-    itself. ``sum_over_replicas``, for `sync_batch_norm`, gives every replica the sum and is differentiable.
+    itself. ``sum_over_replicas``, for `sync_batch_norm`, gives every replica the sum and is differentiable. ``is_own``
+    tells of running statistics whether they are each replica's own.
     """
 
-    def __init__(self, first_replica: TensorMap, sum_over_replicas: TensorMap | None = None) -> None:
+    def __init__(
+        self,
+        first_replica: TensorMap,
+        sum_over_replicas: TensorMap | None = None,
+        is_own: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
         self._first_replica = first_replica
+        self._is_own = is_own or (lambda running: False)
         self._sum_over_replicas = sum_over_replicas
 
     def batch_norm(
@@ -249,7 +256,7 @@ class BatchNormalization:
         """All ``(channels,)``. Half-precision running statistics are updated in single precision and rounded once."""
         for running, now in ((running_mean, mean), (running_var, unbiased_var)):
             if running is not None:
-                own = self._first_replica(now.detach())
+                own = now.detach() if self._is_own(running) else self._first_replica(now.detach())
                 running.copy_((1 - momentum) * running.to(own.dtype) + momentum * own)
 
 
