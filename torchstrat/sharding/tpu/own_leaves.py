@@ -87,13 +87,17 @@ class OwnLeaves:
         if not isinstance(member, torch.Tensor):
             return
         others = [one for one in module._parameters.values() if one is not None]
-        if not any(self._found(one) or self.is_new(one) for one in others):  # else it is a deep copy
+        if not any(self.has(one) or self.is_new(one) for one in others):  # else it is a deep copy
             self._made.members[id(member)] = weakref.ref(member)
 
     def is_member(self, tensor: torch.Tensor) -> bool:
         """Whether a pass has put ``tensor`` into a module, other than a deep copy."""
         reference = self._made.members.get(id(tensor))
         return reference is not None and reference() is tensor
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has become each replica's own."""
+        return self._found(tensor) is not None
 
     def _found(self, tensor: torch.Tensor) -> _Own | None:
         found = self._own.get(id(tensor))
@@ -124,7 +128,7 @@ class OwnLeaves:
 
     def _take_up(self, tensor: torch.Tensor) -> None:
         if self._lanes.is_lane_tensor(tensor):
-            if not isinstance(tensor, nn.Parameter) or self._found(tensor):
+            if not isinstance(tensor, nn.Parameter) or self.has(tensor):
                 return
             with functorch.leave_levels():
                 if self.is_member(tensor):  # a variable, which begins with the first replica's values
