@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 import torchstrat as ts
 from tests.matrix.table import RIGHT, Expected, documented, refused
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 
 ROWS = 5
 """Of a full batch, and features of each row."""
@@ -40,6 +40,8 @@ class Kind(NamedTuple):
     """Whether the batch of all replicas can be cut; else each replica's examples are collated by themselves."""
     of_dicts: bool = False
     """Whether an example is a dict of lists of numbers."""
+    on_tpu: Expected | None = None
+    """What comes of it where a step is recorded once for all replicas, and others get it right."""
 
 
 class Scaled(dict[str, Any]):
@@ -190,6 +192,10 @@ def _nested(layout: torch.layout) -> Callable[[Sequence[Example]], tuple[torch.T
     )
 
 
+def _nested_scores(model: nn.Module, batch: Any) -> Scores:
+    return _mean_of(model, batch[0].unbind()), batch[1]
+
+
 def _sparse(layout: torch.layout) -> Callable[[Sequence[Example]], tuple[torch.Tensor, torch.Tensor]]:
     def collate(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = _columns(examples)
@@ -250,6 +256,9 @@ RAGGED, LONG, AS_ROWS = (3, 6, 2, 4, 1), (6, 3), (ROWS, 3)
 """Lengths: of no two batches alike; with one of 6 in each batch; as many steps as rows."""
 
 NOT_CUT = refused(WrongTypeError, "cannot be split over replicas.*ts.data.same", "without examples, it must be marked")
+NO_OBJECTS = refused(UnsupportedError, "has to be tensors or numbers; got", "an object is one for all replicas")
+NOT_DENSE = refused(UnsupportedError, "(nested|of layout).*dense tensors", "all replicas' parts are one tensor")
+READ = refused(ContextError, "needs a value that is not there yet", "the step reads lengths, to take rows apart")
 NO_ROWS = refused(
     InvalidArgumentError,
     r"different numbers of rows: batch.*ts\.data\.(axis|examples)",
@@ -273,12 +282,13 @@ KINDS: Mapping[str, Kind] = {
         lambda examples: _scaled(Pair(*_columns(examples)), 2.0), _in_order(_scale)
     ),
     "list subclass": Kind(lambda examples: _scaled(Columns(_columns(examples)), 2.0), _in_order(_scale)),
-    "dataclass": Kind(lambda examples: Record(*_columns(examples)), _record_scores),
+    "dataclass": Kind(lambda examples: Record(*_columns(examples)), _record_scores, on_tpu=NO_OBJECTS),
     "dataclass whose __post_init__ changes its fields": Kind(
         lambda examples: Halved(*_columns(examples)),
         lambda model, batch: _plain(model, batch.x, batch.y),
         alone=refused(WrongTypeError, "Halved cannot be split.*__post_init__.*x", "it cannot be made of other rows"),
         whole=False,
+        on_tpu=NO_OBJECTS,
     ),
     "OmegaConf": Kind(
         _named(lambda _: {"config": OmegaConf.create({"scale": 2.0, "later": "???"})}),
@@ -316,16 +326,13 @@ KINDS: Mapping[str, Kind] = {
         RAGGED,
         refused(InvalidArgumentError, "PackedSequence.*padded tensors", "its rows are interleaved"),
         whole=False,
+        on_tpu=READ,
     ),
-    "nested, jagged": Kind(
-        _nested(torch.jagged), lambda model, batch: (_mean_of(model, batch[0].unbind()), batch[1]), RAGGED
-    ),
-    "nested, strided": Kind(
-        _nested(torch.strided), lambda model, batch: (_mean_of(model, batch[0].unbind()), batch[1]), RAGGED
-    ),
+    "nested, jagged": Kind(_nested(torch.jagged), _nested_scores, RAGGED, on_tpu=NOT_DENSE),
+    "nested, strided": Kind(_nested(torch.strided), _nested_scores, RAGGED, on_tpu=NOT_DENSE),
     "sparse": Kind(_sparse(torch.sparse_coo), _dense_scores),
-    "sparse, compressed": Kind(_sparse(torch.sparse_csr), _dense_scores),
-    "offsets": Kind(_bags, _bag_scores, RAGGED, NO_ROWS, whole=False),
+    "sparse, compressed": Kind(_sparse(torch.sparse_csr), _dense_scores, on_tpu=NOT_DENSE),
+    "offsets": Kind(_bags, _bag_scores, RAGGED, NO_ROWS, whole=False, on_tpu=READ),
     "strings": Kind(_named(_names), _named_scores),
     "None": Kind(_named(lambda _: {"mask": None}), _by_name(lambda batch: 1.0 if batch["mask"] is None else 0.0)),
     "numbers": Kind(_named(lambda _: {"scale": 2.0}), _by_name(lambda batch: batch["scale"]), (), NOT_CUT, whole=False),

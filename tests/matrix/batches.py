@@ -147,14 +147,17 @@ class Column(NamedTuple):
     """What is distributed."""
     sees_examples: bool = True
     """Whether whoever distributes it can see the examples, and not only the batches."""
-    where: tuple[str, ...] = ("mirrored x2", "central_storage x2", "torchrun mirrored", "torchrun central_storage")
+    where: tuple[str, ...] = (
+        *("mirrored x2", "central_storage x2", "torchrun mirrored", "torchrun central_storage"),
+        places.TPU,
+    )
     by_items: bool = False
     """Whether its items are asked for by their numbers, and are taken for batches only where they look like some."""
     without: frozenset[str] = frozenset()
     """Kinds that cannot come that way."""
 
 
-_FEW = ("mirrored x2", "torchrun mirrored")
+_FEW = ("mirrored x2", "torchrun mirrored", places.TPU)
 _DICTS = frozenset({"rows of dicts"})
 COLUMNS: Mapping[str, Column] = {
     "loader": Column(_loader),
@@ -261,6 +264,12 @@ def _expected(kind: Kind, column: Column) -> Expected | None:
     return RIGHT if column.sees_examples else kind.alone
 
 
+def _expected_at(kind: Kind, expected: Expected, place: str) -> Expected:
+    if place == places.TPU and kind.on_tpu is not None and expected.verdict == "right":
+        return kind.on_tpu
+    return expected
+
+
 def cells() -> Iterator[Cell]:
     for name, kind in KINDS.items():
         for column_name, column in COLUMNS.items():
@@ -269,9 +278,9 @@ def cells() -> Iterator[Cell]:
                 continue
             for place in column.where:
                 check = partial(_check, kind, column, place, expected.verdict == "documented")
-                yield Cell(name, column_name, place, check, expected)
-        if name not in _DICTS:
-            yield Cell(name, "a row that raises", "mirrored x2", partial(_check_damaged, kind, "mirrored x2"))
+                yield Cell(name, column_name, place, check, _expected_at(kind, expected, place))
+        for place in () if name in _DICTS else ("mirrored x2", *(() if kind.on_tpu else (places.TPU,))):
+            yield Cell(name, "a row that raises", place, partial(_check_damaged, kind, place))
         yield Cell(name, "per worker", SERVERS, partial(_check_on_worker, kind))
 
 

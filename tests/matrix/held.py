@@ -17,7 +17,7 @@ from torch import nn
 from tests.matrix import places
 from tests.matrix.table import Cell, Table, assert_close
 
-PLACES = ("mirrored x2", "mirrored x3", "central_storage x2", *places.TORCHRUN)
+PLACES = ("mirrored x2", "mirrored x3", "central_storage x2", *places.TORCHRUN, places.TPU)
 
 
 class Holding(nn.Module):

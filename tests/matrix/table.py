@@ -183,15 +183,19 @@ def observe(cell: Cell, fault: PlantedFault | None = None) -> Outcome:
         try:
             with fault.plant() if fault else nullcontext():
                 cell.check()
-            kind, text, error = "right", "", None
+            kind, text, classes = "right", "", tuple[str, ...]()
         except TorchstratError as caught_error:  # before AssertionError: one of ours is both
-            kind, text, error = "refused", str(caught_error), caught_error
+            kind, text, classes = "refused", str(caught_error), _names(caught_error)
         except AssertionError as caught_error:
-            kind, text, error = "different", str(caught_error) or traceback.format_exc(), caught_error
+            kind, text, classes = "different", str(caught_error) or traceback.format_exc(), _names(caught_error)
         except Exception as caught_error:
-            kind, text, error = "failed", traceback.format_exc(), caught_error
-    classes = tuple(base.__name__ for base in type(error).__mro__) if error is not None else ()
+            kind, text, classes = "failed", traceback.format_exc(), _names(caught_error)
     return Outcome(kind, text, classes, tuple(str(warning.message) for warning in caught))
+
+
+def _names(error: Exception) -> tuple[str, ...]:
+    """Of its classes. The error itself would keep what the cell has open, such as an iterator's thread."""
+    return tuple(base.__name__ for base in type(error).__mro__)
 
 
 def misses(expected: Expected, outcomes: Sequence[Outcome]) -> str:

@@ -67,6 +67,9 @@ class LaneValues(PerReplica[Any]):
         return self._cut
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 class Placed(RowsOnTheirWay):
     """One replica's part of a leaf whose parts are on their way to the devices together."""
 
@@ -191,6 +194,8 @@ class LanePlacement:
     def place(self, step: Step) -> tuple[Step, tuple[Any, ...]]:
         """Start the copies, where all replicas have as many rows; uneven batches are taken apart when they are run."""
         structures = [nest.flatten(component) for component in step.components]
+        if len(set(map(len, structures))) > 1:
+            return step, ()  # lists with an entry for each row
         columns = list(zip(*structures, strict=True))
         if not all(map(_is_even, columns)) or any(count == 0 for count in step.rows):
             return step, ()
@@ -217,9 +222,13 @@ def _is_even(column: Sequence[object]) -> bool:
     first = column[0]
     if not isinstance(first, torch.Tensor):
         return not rows.is_array(first)
-    return first.layout == torch.strided and all(
+    return _is_dense(first) and all(
         isinstance(one, torch.Tensor) and one.shape == first.shape and one.dtype == first.dtype for one in column
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 @dataclass(frozen=True)
@@ -288,13 +297,13 @@ class Inputs:
             own_leaf = lambda *leaves: self._leaf(PerReplica(leaves, replica_ids=replicas), replicas)  # noqa: E731
             return nest.map_structure(own_leaf, parts[0], *parts[1:])
         if not any(isinstance(part, torch.Tensor | np.ndarray | np.generic) for part in parts):
-            if all(part is parts[0] or (type(part) is type(parts[0]) and part == parts[0]) for part in parts):
+            if all(_is_equal(part, parts[0]) for part in parts):
                 return parts[0]
             if not all(isinstance(part, bool | int | float | complex) for part in parts):
                 raise UnsupportedError(
                     "on this strategy a step is recorded once for all replicas, so what differs between them has to be "
                     f"tensors or numbers; got {type(parts[0]).__name__} {parts[0]!r:.60} and others. Pass an index "
-                    "into a tensor, or the same object to every replica."
+                    "into a tensor, tensors in a dict or a tuple, or the same object to every replica."
                 )
         own = dict(zip(replicas, parts, strict=True))
         tensors = [_to_tensor(own.get(lane, parts[0])) for lane in range(self._lanes)]
@@ -303,6 +312,12 @@ class Inputs:
 
 def _to_tensor(part: object) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
+        if part.is_nested or part.layout in _COMPRESSED:
+            kind = "a nested tensor" if part.is_nested else f"a tensor of layout {part.layout}"
+            raise UnsupportedError(
+                f"{kind} cannot be on the devices of this strategy, which have every replica's part in one tensor. "
+                "Hand out dense tensors: padded ones with their lengths, or tensor.to_dense()."
+            )
         return part
     if isinstance(part, np.ndarray) and part.dtype.kind not in "biufc":
         raise UnsupportedError("strings cannot be on the devices of this strategy; encode them as numbers.")
@@ -311,7 +326,7 @@ def _to_tensor(part: object) -> torch.Tensor:
 
 def _shape_of(part: object) -> object:
     if isinstance(part, torch.Tensor):
-        return part.dtype, tuple(part.shape)
+        return part.dtype, None if part.is_nested else tuple(part.shape)
     if nest.is_nested(part):
         return type(part), tuple((key, _shape_of(child)) for key, child in nest.children(part))
     return tuple(part.shape) if isinstance(part, np.ndarray) else None
