@@ -32,6 +32,18 @@ def is_edit(func: object) -> bool:
     return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
 
 
+_SHOWS = frozenset((torch.detach, torch.Tensor.detach, _TENSOR.data.__get__, _TENSOR.data.__set__))
+"""Calls behind which a tensor can be changed without a call that has it as its argument."""
+
+
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Of the arguments, what the call may change."""
+    found = [*nest.leaves(args[0])] if args and (func in _SHOWS or is_edit(func)) else []
+    if kwargs.get("out") is not None:
+        found += nest.leaves(kwargs["out"])
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
 def _is_noted(notes: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
     reference = notes.get(id(tensor))
     return reference is not None and reference() is tensor
@@ -117,20 +129,21 @@ class Edits:
         target = args[0]
         if self._lanes.is_inside_transform:
             return do(*args, **kwargs)
+        is_lane = self._lanes.is_lane_tensor(target)
+        if is_lane and not self._own.has(target):
+            return do(*args, **kwargs)
         is_alike = not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs)))
-        rows = self._backward.rows_of_each
-        may_count = is_alike and rows > 1 and len(args) > 1 and type(args[1]) is int and args[1] == rows
-        if is_alike and not may_count and not self._registry.buffer_rules:
+        if is_lane:
+            return self._own.edit_alike(target, lambda: do(*args, **kwargs)) if is_alike else do(*args, **kwargs)
+        if is_alike:
+            slot = self._slot_that_adds_up(*args)
+            if slot is None:
+                return do(*args, **kwargs)
+        elif self._own.is_new(target):
+            self._own.make_own(target)
             return do(*args, **kwargs)
-        base = target._base if is_view(target) else target
-        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is base), None)
-        if slot is not None and base is not target:
-            require_whole(self._registry, slot, "a part of it is edited")
-            slot = None
-        if is_alike and (slot is None or not _adds_up(self._registry, slot)):
-            if slot is not None and may_count and target.numel() == 1 and not is_statistic(slot.module, slot.name):
-                self._registry.buffer_rules.look_at_count(slot.module, slot.name, 0, rows, rows)
-            return do(*args, **kwargs)
+        else:
+            slot = self._slot_of(target)
         variables = self._registry.tensors()
         gradient_of = next((one for one in variables if one.grad is target), None)
         if gradient_of is None and slot is None and not any(one is target for one in variables):
@@ -151,6 +164,26 @@ class Edits:
             self._differing.report([target])
         target.copy_(self._lanes.first(edited))
         return target
+
+    def _slot_of(self, target: torch.Tensor) -> BufferSlot | None:
+        """Where it is a buffer of the strategy's modules."""
+        base = target._base if is_view(target) else target
+        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is base), None)
+        if slot is not None and base is not target:
+            require_whole(self._registry, slot, "a part of it is edited")
+            return None
+        return slot
+
+    def _slot_that_adds_up(self, target: torch.Tensor, *operands: object) -> BufferSlot | None:
+        """The same, where an edit that all replicas make alike counts once for each of them."""
+        rows, rules = self._backward.rows_of_each, self._registry.buffer_rules
+        may_count = rows > 1 and bool(operands) and type(operands[0]) is int and operands[0] == rows
+        slot = self._slot_of(target) if rules or may_count else None
+        if slot is None or _adds_up(self._registry, slot):
+            return slot
+        if may_count and target.numel() == 1 and not is_statistic(slot.module, slot.name):
+            rules.look_at_count(slot.module, slot.name, 0, rows, rows)
+        return None
 
     def _aggregation_of(self, slot: BufferSlot, target: torch.Tensor) -> VariableAggregation:
         module, name, rules = slot.module, slot.name, self._registry.buffer_rules

@@ -310,6 +310,15 @@ class Inputs:
         return Stacked(self._feeder.stack(tensors))
 
 
+def _is_equal(part: object, first: object) -> bool:
+    if part is first:
+        return True
+    try:
+        return type(part) is type(first) and bool(part == first)
+    except (RuntimeError, ValueError):  # an object compares tensors or arrays that it has
+        return False
+
+
 def _to_tensor(part: object) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
         if part.is_nested or part.layout in _COMPRESSED:

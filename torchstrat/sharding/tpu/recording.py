@@ -173,7 +173,7 @@ class Recording:
         registry, expose = self._registry, self._passes.expose
         self._edits = edits = Edits(lanes, backward, own, registry, self.merged, expose, self._differing)
         draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
-        mode = StepMode(lanes, backward, edits, draws, self._rewrites, device, self._told_of_edits)
+        mode = StepMode(lanes, backward, edits, draws, own, registry, self._rewrites, device, self._told_of_edits)
         with lanes.entered():
             args, kwargs = nest.map_structure(
                 lambda leaf: lanes.hide(leaf.tensor.detach()) if isinstance(leaf, Stacked) else leaf,

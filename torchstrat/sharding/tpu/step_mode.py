@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import LaneBackward
 from torchstrat.sharding.tpu.draws import Draws, is_draw
-from torchstrat.sharding.tpu.edits import Edits, is_edit
+from torchstrat.sharding.tpu.edits import Edits, is_edit, written
 from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, members, of_complex
@@ -276,7 +276,7 @@ class RecordedMode(TorchFunctionMode):
                     with torch.autocast(self._device.type, enabled=False):
                         return self._guarded(func, types, args, kwargs)
         self._layouts.require_known(func, args)
-        for tensor in _written(func, args, kwargs):
+        for tensor in written(func, args, kwargs):
             self._told_of_edits(tensor)
         if is_any_complex(args):
             func = of_complex(func)
@@ -346,7 +346,8 @@ class StepMode(RecordedMode):
         told_of_edits: Callable[[torch.Tensor], object],
     ) -> None:
         super().__init__(device, rewrites.find, told_of_edits)
-        self._lanes, self._backward, self._edits, self._draws = lanes, backward, edits, draws
+        self._lanes, self._backward, self._edits, self._draws, self._own = lanes, backward, edits, draws, own
+        self._registry = registry
         self._handlers: dict[Any, Callable[..., object]] = {
             torch.Tensor.backward: self._tensor_backward,
             torch.autograd.grad: backward.grad,
@@ -371,6 +372,8 @@ class StepMode(RecordedMode):
         return result
 
     def _call(self, func: Any, types: object, args: Any, kwargs: dict[str, object]) -> Any:
+        if torch.is_grad_enabled() and func not in _NO_USES:
+            self._own.take_up(args, kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
@@ -570,18 +573,6 @@ def _backward_calls(target: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         _redirect.target = before
-
-
-_SHOWS = frozenset((torch.detach, torch.Tensor.detach, _DATA.__get__, _DATA.__set__))
-"""Calls behind which a tensor can be changed without a call that has it as its argument."""
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Of the arguments, what the call may change."""
-    found = [*nest.leaves(args[0])] if args and (func in _SHOWS or is_edit(func)) else []
-    if kwargs.get("out") is not None:
-        found += nest.leaves(kwargs["out"])
-    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def _hidden_read(what: str) -> ContextError:
