@@ -32,7 +32,7 @@ from tests.matrix.table import (
 )
 from torchstrat.core import variables
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers
 from torchstrat.replicas.in_process.components import Components
@@ -281,6 +281,12 @@ def _check_found(row: str, column: str, place: str) -> None:
 
 
 def _expected_of_found(row: str, column: str, place: str) -> Expected:
+    if place == places.TPU:  # all replicas share what is made
+        if row in ("a buffer", "a buffer that is replaced"):
+            return refused(
+                UnsupportedError, "used outside of the run that it belongs to", "its values are a step's own"
+            )
+        return RIGHT
     column = column.removesuffix(LATER)
     if place in places.TORCHRUN or column == AFTER or (column == AT_ONCE and FOUND[row].first_is_none):
         return RIGHT
