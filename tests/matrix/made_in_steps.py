@@ -78,6 +78,13 @@ def _copy(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
     return layer, list(layer.parameters())
 
 
+def _copy_with_another(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+    """One of its parameters is made anew."""
+    layer, _ = _copy(x)
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    return layer, list(layer.parameters())
+
+
 def _parameter(x: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
     """In no module."""
     weight = nn.Parameter(_ORIGINAL.weight.detach().clone())
@@ -128,6 +135,7 @@ def _step(make: Callable[[torch.Tensor], Any], becomes: str, kept: Kept, x: torc
 ROWS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "a module": _module,
     "a deep copy": _copy,
+    "a deep copy with another parameter": _copy_with_another,
     "a parameter in no module": _parameter,
     "a leaf tensor of each row": _leaf,
     "a leaf tensor of all rows": _shared_leaf,
@@ -135,6 +143,7 @@ ROWS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "a module": ("made anew", "made anew, gradients by hand", "kept"),
     "a deep copy": ("made anew", "made anew, gradients by hand", "made anew, seen from outside", "kept"),
+    "a deep copy with another parameter": ("made anew", "made anew, gradients by hand"),
     "a parameter in no module": ("made anew", "made anew, gradients by hand", "made anew, seen from outside", "kept"),
     "a leaf tensor of each row": ("made anew", "made anew, gradients by hand", "made anew, seen from outside"),
     "a leaf tensor of all rows": ("kept",),
@@ -150,7 +159,7 @@ def _run(strategy: Any, row: str, column: str) -> torch.Tensor:
     if strategy is not None:
         found = [strategy.run(step, args=(batch,)) for batch in strategy.distribute_dataset(batches)]
         return torch.cat([strategy.gather(one, axis=0) for one in found])
-    if row in ("a deep copy", "a parameter in no module", "a leaf tensor of each row"):
+    if row.startswith("a deep copy") or row in ("a parameter in no module", "a leaf tensor of each row"):
         return torch.cat([step(half) for batch in batches for half in batch.split(2)])
     return torch.cat([step(batch) for batch in batches])
 

@@ -219,6 +219,10 @@ class VariableRegistry:
         known -= self.copied()
         return bool(tensors) and not any(id(tensor) in known for tensor in tensors)
 
+    def is_copy(self, module: nn.Module) -> bool:
+        """Whether the current run has made it by a deep copy: each replica's own, whatever becomes a member of it."""
+        return bool(self._copied.count) and module in self._copied
+
     def copied(self) -> set[int]:
         """``id`` of parameters in deep copies that the current run has made: each replica's own."""
         return {id(tensor) for module in self._copied for tensor in own_parameters(module).values()}

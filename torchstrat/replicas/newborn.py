@@ -65,7 +65,7 @@ class Newborn:
             self._watched.clear()
 
     def _on_member(self, module: nn.Module, name: str, member: object) -> None:
-        if isinstance(member, torch.Tensor):
+        if isinstance(member, torch.Tensor) and not self._registry.is_copy(module):
             if self._named is not None:
                 self._named(module, name, member)
             is_new = name not in own_buffers(module) and name not in own_parameters(module)
