@@ -273,7 +273,8 @@ RAISE_WHERE_CUT = {
     *("built_in_run", "built_in_run_drawn", "everything_made_in_first_run"),
     # steps that engines easily get wrong
     *("sharpness_aware", "lookahead_without_hooks", "update_by_hand", "spectral_norm"),
-    *("weights_exchanged_as_a_vector", "gradients_given_between_steps", "parametrized_half_way"),
+    *("weights_exchanged_as_a_vector", "weights_exchanged_as_a_vector_uneven", "gradients_given_between_steps"),
+    "parametrized_half_way",
     *("edited_in_numpy_half_way", "inner_optimizer_over_a_copy"),
 }
 ALWAYS = (
