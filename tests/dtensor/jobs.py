@@ -187,6 +187,13 @@ def _logged_by_one(s: Any, m: Any, o: Any) -> None:
     s.run(step)
 
 
+def _state_read_by_one(s: Any, m: Any, o: Any) -> None:
+    _steps(s, m, o)
+    if _rank() == 0:
+        o.state[m[1].weight]["exp_avg"].sum()
+    m.state_dict()
+
+
 def _rank() -> int:
     return int(os.environ["RANK"])
 
@@ -225,6 +232,43 @@ def clipped(logical: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         return norms, copied(model.state_dict())
 
 
+def edited_states(logical: int) -> dict[str, torch.Tensor]:
+    """What there is after each replica has changed what the optimizer keeps in its own way."""
+    torch.manual_seed(5)
+    with strategy_of("mlp", logical) as strategy, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that replicas differ, and the first one's counts
+        with strategy.scope():
+            model: Any = build("mlp").double()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def add(replica: int) -> None:
+            optimizer.state[model[1].weight]["exp_avg"].add_(1.0 + replica)
+
+        def replace(replica: int) -> None:
+            value = torch.linspace(-1, 1 + replica, 96, dtype=torch.float64)
+            optimizer.state[model[1].weight]["exp_avg"] = value.reshape(16, 6)
+
+        def forget(replica: int) -> None:
+            if replica:
+                del optimizer.state[model[1].weight]
+
+        def step(edit: Callable[[int], None]) -> None:
+            replica: Any = ts.get_replica_context()
+            rows = torch.linspace(-1, 2, 48, dtype=torch.float64).reshape(8, 6)
+            number = replica.replica_id_in_sync_group
+            optimizer.zero_grad()
+            model(rows.chunk(replica.num_replicas_in_sync)[number]).square().mean().backward()
+            edit(number)
+            optimizer.step()
+
+        for edit in (lambda number: None, add, replace, forget, add):
+            strategy.run(step, args=(edit,))
+        found = copied(model.state_dict())
+        for number, entries in optimizer.state_dict()["state"].items():
+            found |= {f"{number} {name}": value for name, value in entries.items()}
+        return dict(sorted(copied(found).items()))
+
+
 def _with_parameter(s: Any, parameter: Any, use: Callable[[Any], Any]) -> None:
     """In a step, where it is not the member of a module."""
     s.run(lambda: use(parameter))
@@ -245,6 +289,13 @@ def _kept_whole(s: Any, m: Any, o: Any) -> None:
         o.step()
 
     s.run(step)
+
+
+def _given_state(s: Any, m: Any, o: Any, value: torch.Tensor) -> None:
+    """Which the caller has, too."""
+    _steps(s, m, o)
+    o.state[m[1].weight]["exp_avg"] = value
+    _steps(s, m, o)
 
 
 MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
@@ -347,6 +398,22 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     "given a part of something": (
         "UnsupportedError: Tensor.data .* would share memory with what others are views of",
         lambda s, m, o: s.run(lambda: _given_one_of_two(m[1].weight)),
+    ),
+    "given state that is kept": (
+        "UnsupportedError: optimizer.state was given a tensor as 'exp_avg' .* still has that tensor under another name",
+        lambda s, m, o: _given_state(s, m, o, torch.ones(16, 6)),
+    ),
+    "given a piece of state": (
+        r"UnsupportedError: optimizer.state has 'exp_avg' of shape \(8, 6\) for a parameter of shape \(16, 6\)",
+        lambda s, m, o: _given_state(s, m, o, torch.ones(8, 6)),
+    ),
+    "state that gives its memory": (
+        "UnsupportedError: Tensor.data .* would give its memory to a tensor that is not cut",
+        lambda s, m, o: _steps(s, m, o) or setattr(torch.ones(1), "data", o.state[m[1].weight]["exp_avg"]),
+    ),
+    "state read by one": (
+        "(?s)no longer make the same calls.*sum on a tensor that is cut over logical devices",
+        _state_read_by_one,
     ),
     "compiled": (
         "^UnsupportedError: torch.compile of a function that works on tensors that are cut",

@@ -23,6 +23,7 @@ from tests.dtensor.training import TIMEOUT, copied
 
 RULES = {"0.weight": ("d0", None), "0.bias": ("d0",), "2.weight": (None, "d0")}
 HIDDEN, ROWS, STEPS = 8, 8, 3
+ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 def layers(middle: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
@@ -32,14 +33,20 @@ def layers(middle: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
 class Program:
     """A model, its optimizer, and batches; ``seen`` is what is compared, with the state at the end."""
 
-    def __init__(self, logical: int, build: Callable[[], nn.Module] = layers, rules: Any = RULES) -> None:
+    def __init__(
+        self,
+        logical: int,
+        build: Callable[[], nn.Module] = layers,
+        rules: Any = RULES,
+        optimizer: Callable[..., torch.optim.Optimizer] = ADAM,
+    ) -> None:
         torch.manual_seed(3)
         more = {"logical_devices_per_replica": logical, "sharding_rules": rules}
         self.logical = logical
         self.strategy: Any = ts.MirroredStrategy(**(more if logical > 1 else {}), timeout=TIMEOUT)
         with self.strategy.scope():
             self.model = build().double()
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+            self.optimizer = optimizer(self.model.parameters())
         generator = torch.Generator().manual_seed(7)
         self.inputs = torch.randn(STEPS, ROWS, 6, generator=generator, dtype=torch.float64)
         self.targets = torch.randint(4, (STEPS, ROWS), generator=generator)
@@ -316,6 +323,83 @@ def tables_by_parameters(one: Program) -> None:
             one.seen.append([any(each is other for other in one.optimizer.param_groups[0]["params"])])
 
     one.train(before_step=scale)
+
+
+# -- what optimizers keep ----------------------------------------------------------------------------------------------
+
+
+def _sums(one: Program) -> list[Any]:
+    state = one.optimizer.state[one.first]
+    return [state["exp_avg"].sum(), state["exp_avg_sq"].max(), tuple(state["exp_avg"].shape), float(state["step"])]
+
+
+@program()
+def state_of_an_optimizer_that_is_read(one: Program) -> None:
+    """In steps, after they have stepped, and outside of runs."""
+    for _ in range(2):
+        one.train(before_step=lambda: one.seen.extend(_sums(one) if one.optimizer.state else []))
+        one.run(lambda: one.seen.extend(_sums(one)))
+        one.seen.extend(_sums(one))
+        one.seen.extend(each["exp_avg"].square().sum() for each in one.optimizer.state.values())
+
+
+@program()
+def state_of_an_optimizer_that_is_edited(one: Program) -> None:
+    """Momentum is halved, made what the gradient is, and replaced: in a step, and outside of runs."""
+
+    def edit() -> None:
+        for parameter in one.model.parameters():
+            state = one.optimizer.state[parameter]
+            state["exp_avg"].mul_(0.5)
+            state["exp_avg"].lerp_(parameter.grad, 0.1)
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+        one.optimizer.state[one.first]["exp_avg"] = torch.linspace(0, 1, 48, dtype=torch.float64).reshape(HIDDEN, 6)
+
+    one.train()
+    one.train(before_step=edit)
+    one.optimizer.state[one.first]["exp_avg"].mul_(0.5)
+    one.optimizer.state[one.first]["exp_avg_sq"].add_(torch.arange(6.0, dtype=torch.float64))
+    one.train()
+    one.seen.extend(value for each in one.optimizer.state_dict()["state"].values() for value in each.values())
+
+
+@program()
+def an_optimizer_that_is_copied(one: Program) -> None:
+    one.train()
+    one.seen.extend(_sums(one))
+    kept = copy.deepcopy(one.optimizer.state_dict())
+    copied_state = copy.deepcopy(one.optimizer.state[one.first])
+    one.train()
+    one.seen.append(copied_state["exp_avg"].sum())
+    one.optimizer.load_state_dict(kept)
+    one.seen.extend(_sums(one))
+    one.train()
+
+
+def _read_again_and_again(one: Program) -> None:
+    def read() -> None:
+        for entries in one.optimizer.state.values():
+            for value in entries.values():
+                if isinstance(value, torch.Tensor):
+                    one.seen.append([tuple(value.shape), value.is_floating_point()])
+                    one.seen.append(value.double().sum())
+
+    one.train(before_step=read)
+    read()
+    one.train(before_step=read)
+
+
+for _kind, _settings in {
+    torch.optim.SGD: {"momentum": 0.9},
+    torch.optim.Adagrad: {},
+    torch.optim.RMSprop: {"centered": True, "momentum": 0.5},
+    torch.optim.ASGD: {},
+    torch.optim.Rprop: {},
+    torch.optim.AdamW: {"foreach": True, "amsgrad": True},
+    torch.optim.Adam: {"fused": True},
+    ts.Ftrl: {},
+}.items():
+    program(f"state_of_{_kind.__name__}", optimizer=partial(_kind, lr=0.01, **_settings))(_read_again_and_again)
 
 
 # -- memory that is given to variables ---------------------------------------------------------------------------------

@@ -57,9 +57,9 @@ from tests.matrix.table import (
 )
 from torchstrat.checkpoint import items, optimizer_item, plain, safetensors_file
 from torchstrat.core import _torch_private
+from torchstrat.core.pieces import memory_of
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server import job
-from torchstrat.sharding.dtensor import engine
 from torchstrat.sharding.dtensor.parameters import CutVariables
 
 consolidated = import_module("torchstrat.checkpoint.consolidate")  # where the function has the name of its module
@@ -342,6 +342,11 @@ def cells() -> Iterator[Cell]:
 # -- planted faults --------------------------------------------------------------------------------------------------
 
 
+def _put_together(variables: CutVariables, value: Any) -> Any:
+    """Whatever it is."""
+    return torch.cat([memory_of(value)] * 2) if isinstance(value, torch.Tensor) and value.ndim else value
+
+
 FAULTS = (
     PlantedFault(
         "a checkpoint does not keep the versions of modules",
@@ -405,12 +410,12 @@ FAULTS = (
     ),
     PlantedFault(
         "state of an optimizer is saved in pieces",
-        switched_off(CutVariables, "whole_state", lambda self, tensor, value: value),
+        switched_off(CutVariables, "whole_state", lambda self, value: memory_of(value)),
         cells_at("optimizer, Adam", "checkpoint to plain", places.LOGICAL_DEVICES),
     ),
     PlantedFault(
-        "what has the shape of a piece is taken for one",
-        switched_off(engine, "_is_cut", lambda optimizer: True),
+        "what of an optimizer's state is no piece is put together",
+        switched_off(CutVariables, "whole_state", _put_together),
         cells_at("optimizer, Adafactor", "checkpoint to plain", places.LOGICAL_DEVICES),
     ),
 )

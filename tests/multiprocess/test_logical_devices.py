@@ -93,6 +93,13 @@ def test_what_no_backward_pass_has_combined_is_clipped_as_on_one_device(four_pro
         same([*found_norms, *found.values()], [*norms, *state.values()], "clipped")
 
 
+def test_what_replicas_change_of_an_optimizers_state_is_the_first_ones(four_processes: Workers) -> None:
+    expected = jobs.edited_states(1)
+    for found in four_processes.run(jobs.edited_states, 2):
+        assert found.keys() == expected.keys()
+        same([*found.values()], [*expected.values()], "edited")
+
+
 def same(found: list[Any], expected: list[Any], name: str) -> None:
     assert len(found) == len(expected), name
     for one, other in zip(found, expected, strict=True):

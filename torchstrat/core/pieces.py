@@ -22,10 +22,12 @@ from torchstrat.core._torch_private import DisableTorchDispatch, alias_of, ignor
 
 
 class WholeValue(NamedTuple):
-    """``get`` and ``put`` may involve other processes, which then make the same calls."""
+    """``get`` and ``put`` may involve other processes, which then make the same calls. ``entry``: makes of this
+    process's piece of an entry of an optimizer's state what the program has there."""
 
     get: Callable[[], torch.Tensor]
     put: Callable[[torch.Tensor], None]
+    entry: Callable[[torch.Tensor], torch.Tensor]
 
 
 _known: dict[int, tuple[weakref.ref[torch.Tensor], WholeValue]] = {}
@@ -46,6 +48,21 @@ def whole_value_of(tensor: torch.Tensor) -> WholeValue | None:
     """None for a tensor that has its value itself."""
     found = _known.get(id(tensor))
     return found[1] if found is not None and found[0]() is tensor else None
+
+
+_memory: dict[type, Callable[[Any], torch.Tensor]] = {}
+
+
+def has_memory(kind: type, piece: Callable[[Any], torch.Tensor]) -> None:
+    """Tensors of this very class have no memory but that of their ``piece``."""
+    _memory[kind] = piece
+
+
+def memory_of(value: Any) -> Any:
+    """What the engine looks at, where the program may have a tensor that stands for the whole: the piece. Of all else,
+    itself."""
+    piece = _memory.get(type(value))
+    return value if piece is None else piece(value)
 
 
 _PLAIN = "_plain_kind"

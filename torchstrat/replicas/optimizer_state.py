@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.core.communicator import Communicator
+from torchstrat.core.pieces import memory_of
 from torchstrat.distributed.collectives.agreement import fingerprint
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -99,9 +100,10 @@ def keep_tensors(optimizer: Optimizer, before: Mapping[tuple[int, str], torch.Te
     now = entries(optimizer)
     for (place, name), own in before.items():
         told = now[place].get(name)
-        if isinstance(told, torch.Tensor) and told is not own and are_alike(own, told):
+        if isinstance(told, torch.Tensor) and told is not own and are_alike(memory_of(own), memory_of(told)):
             with torch.no_grad():
-                now[place][name] = own.copy_(told)
+                memory_of(own).copy_(memory_of(told))
+            now[place][name] = own
 
 
 def are_alike(own: torch.Tensor, told: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core.pieces import memory_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import fingerprint
 
@@ -172,7 +173,8 @@ def _called(helper: object, number: int) -> str:
     return f"{type(helper).__name__} {number}"
 
 
-def _digest(value: object) -> Digest:
+def _digest(value: Any) -> Digest:
+    value = memory_of(value)
     if isinstance(value, torch.Tensor):
         has_values = not value.is_meta and not torch.nn.parameter.is_lazy(value)
         shape = tuple(value.shape) if has_values else ()

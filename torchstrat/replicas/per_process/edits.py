@@ -28,6 +28,7 @@ from torchstrat.core._torch_private import own_buffers, version_of
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.optimizers import stepped_by, wrapped_by
+from torchstrat.core.pieces import memory_of, whole_value_of
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import fingerprint
@@ -57,7 +58,8 @@ class _Noted(NamedTuple):
 
 
 def _note(value: object) -> _Noted:
-    if not isinstance(value, torch.Tensor):
+    memory = memory_of(value)
+    if not isinstance(memory, torch.Tensor):
         return _Noted(value, 0, 0, b"")
     is_at_an_address = is_memory(type(value)) and value.layout == torch.strided and not value.is_meta
     address = value.data_ptr() if is_at_an_address else 0
@@ -174,8 +176,10 @@ class StateEdits:
         tensors, state = stepped_by(optimizer), real_state(vars(optimizer).get("state"))
         told: dict[int, object] = {place: _copied(state.get(tensors[place])) for place in places}
         told = communicator.broadcast_object(told, 0, call)
-        for place, entry in told.items() if communicator.rank else ():
+        for place, (entry, of_pieces) in told.items() if communicator.rank else ():
             tensor = tensors[place]
+            if of_pieces and (variable := whole_value_of(tensor)) is not None:
+                entry.update({name: variable.entry(entry[name]) for name in of_pieces})
             if entry is None:
                 state.pop(tensor, None)
             elif not isinstance(entry, dict) or not isinstance(state.get(tensor), dict):
@@ -187,7 +191,7 @@ class StateEdits:
 def _print(entry: object) -> float:
     values = _values(entry)
     plain = repr([(name, value) for name, value in values.items() if is_plain(value)])
-    tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    tensors = [memory_of(value) for value in values.values() if isinstance(value, torch.Tensor)]
     return float(zlib.crc32(plain.encode())) + sum(fingerprint(tensors))
 
 
@@ -195,20 +199,25 @@ def _copied(entry: object) -> Any:
     """Without the memory around what are views."""
     if isinstance(entry, dict):
         return {name: _copied(value) for name, value in entry.items()}
-    return entry.detach().clone() if isinstance(entry, torch.Tensor) else entry
+    return memory_of(entry).detach().clone() if isinstance(entry, torch.Tensor) else entry
+
+
+def _of_pieces(entry: object) -> list[Any]:
+    """The names of its values that stand for wholes, of which each process has its piece."""
+    return [name for name, value in _values(entry).items() if memory_of(value) is not value]
 
 
 def _put(here: dict[object, object], told: dict[object, object], device: torch.device) -> None:
     for name in [name for name in here if name not in told]:
         del here[name]
     for name, value in told.items():
-        own = here.get(name)
-        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-            if own.shape == value.shape and own.dtype == value.dtype:
+        own, memory = memory_of(here.get(name)), memory_of(value)
+        if isinstance(own, torch.Tensor) and isinstance(memory, torch.Tensor):
+            if own.shape == memory.shape and own.dtype == memory.dtype:
                 with torch.no_grad():
-                    own.copy_(value)
+                    own.copy_(memory)
                 continue
-            value = value.to(own.device)
+            value = value if memory is not value else value.to(own.device)
         elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
             value = value.to(device)
         here[name] = value

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -116,7 +116,10 @@ class CutTensor(DTensor):
         return self.__reduce_ex__(0)
 
 
-def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTensor:
+Kind = TypeVar("Kind", bound=CutTensor)
+
+
+def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices, kind: type[Kind] = CutTensor) -> Kind:  # type: ignore[assignment]
     """``local`` as this process's piece of a tensor that is cut like ``cut``, without a graph."""
     shape = devices.axes.whole_shape(local.shape, cut)
     made: CutTensor = make_dtensor(CutTensor, local, shape, devices.mesh, devices.placements(cut))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import InputLayout, ReplicaStates
 from torchstrat.core.errors import ContextError, ReplicaDivergenceError
 from torchstrat.core.memory import Copies
-from torchstrat.core.optimizers import Tier, tier_of
 from torchstrat.core.randomness import state_of
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import PerReplica
@@ -43,6 +42,7 @@ from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  #
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, recut, whole
 from torchstrat.sharding.dtensor.devices import LogicalDevices, Traffic
 from torchstrat.sharding.dtensor.operators import with_stand_ins
+from torchstrat.sharding.dtensor.operators.data_attribute import both_are_asked
 from torchstrat.sharding.dtensor.parameters import CutVariables
 from torchstrat.sharding.dtensor.replica_axis import FirstOfReplica
 from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
@@ -128,7 +128,7 @@ class _OfOptimizer(_Hooks):
         for number, parameter in enumerate(parameters):
             if self._variables.find(parameter) is not None and number in found:
                 entries = found[number]
-                found[number] = {name: self._variables.whole_state(parameter, value) for name, value in entries.items()}
+                found[number] = {name: self._variables.whole_state(value) for name, value in entries.items()}
         return {**state, "state": found}
 
     def keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -142,15 +142,8 @@ class _OfOptimizer(_Hooks):
             if self._variables.find(parameter) is None or number not in kept:
                 continue
             optimizer.state[parameter] = {
-                name: self._variables.piece_of_state(parameter, value) if _is_cut(optimizer) else value
-                for name, value in kept[number].items()
+                name: self._variables.cut_state(parameter, value) for name, value in kept[number].items()
             }
-
-
-def _is_cut(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is in pieces like its parameters. Others look at whole parameters, and refuse to step pieces:
-    what of their state has the shape of a piece is something else, such as Adafactor's means over rows."""
-    return tier_of(optimizer) is Tier.ELEMENTS
 
 
 RUN = "run (all logical devices of a replica get the same input)"
@@ -199,6 +192,8 @@ class LogicalReplicas:
         self.assign = Assignments(
             "all logical devices of a replica run the same program, and a tensor cannot be kept to one of them"
         ).assign
+        self._while_cut, self._is_asking = ExitStack(), False
+        """Between runs, too: the program has what a step has kept, and the state of optimizers."""
         self._drawn = 0.0  # tells where the replica's random numbers were when the last step ended
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -274,10 +269,14 @@ class LogicalReplicas:
 
     def close(self) -> None:
         self._is_closed = True
+        self._while_cut.close()
         self._inner.close()
 
     def _take(self) -> None:
         self.variables.take()
+        if len(self.variables) and not self._is_asking:
+            self._is_asking = True
+            self._while_cut.enter_context(both_are_asked())
         hook_modules(self.registry.modules(), self.variables, self._hooked)
         for optimizer in self.registry.optimizers():
             if optimizer not in self._hooked and self.variables.cut_in(optimizer):
@@ -340,7 +339,7 @@ class LogicalReplicas:
         """``tensor`` of this replica, cut over its logical devices, and its gradient with it. A variable outside of a
         step is cut for good."""
         in_step = context.get_replica_context() is not None and context.get_strategy() is self._strategy
-        if in_step:
+        if in_step or isinstance(tensor, CutTensor):
             return recut(with_stand_ins(tensor), self.devices, self.devices.axes.cut_of(sharding))
         if not self.variables.is_variable(tensor):
             raise ContextError(

@@ -46,6 +46,8 @@ from torchstrat.core.randomness import state_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.sharding.dtensor import optimizer_state
+from torchstrat.sharding.dtensor._torch_dtensor import local_of
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import Note, without_values
@@ -364,7 +366,12 @@ class CutVariables:
         entries[key] = entry
         tensor.__class__ = class_of_pieces(kind)
         without_values(tensor, note)
-        stands_for(tensor, WholeValue(lambda: self._whole_of(entry), lambda whole: self._assign(entry, whole)))
+        value = WholeValue(
+            lambda: self._whole_of(entry),
+            lambda whole: self._assign(entry, whole),
+            lambda piece: optimizer_state.entry_of(piece, cut, self._devices),
+        )
+        stands_for(tensor, value)
 
     def _copy_of(self, entry: CutVariable) -> torch.Tensor:
         """Another variable of the same values, outside of a run; each process copies its piece."""
@@ -394,7 +401,7 @@ class CutVariables:
             state = optimizer.state.get(tensor, {})
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-                    state[name] = self._devices.own_piece(value, cut).clone()
+                    state[name] = optimizer_state.cut_entry(value, cut, self._devices)
 
     # -- in a run ---------------------------------------------------------------------------------------------------
 
@@ -498,17 +505,21 @@ class CutVariables:
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor):
             return value
-        if tuple(value.shape) != self._devices.axes.piece_shape(entry.shape, entry.cut):
-            return value
-        return self._devices.whole(value, entry.cut, "optimizer.state_dict()")
+        return self._devices.whole(local_of(value), value._cut, "optimizer.state_dict()")
 
     def piece_of_state(self, tensor: torch.Tensor, value: object) -> object:
         """The other way round; a new tensor."""
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
             return value
-        piece = self._devices.own_piece(value.detach(), entry.cut)
-        return piece.to(device=self._devices.device, copy=True).contiguous()
+        return optimizer_state.cut_entry(value, entry.cut, self._devices)
+
+    @contextmanager
+    def states_as_pieces(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """In this block entries of its state are pieces, for it to step."""
+        optimizer_state.take_states(optimizer, self, self._devices)
+        with optimizer_state.as_pieces(optimizer, self, self._devices):
+            yield
 
     def assign(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Give a variable that is cut new values, outside of a run."""

@@ -28,7 +28,6 @@ from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor
 from torchstrat.sharding.dtensor.operators import apply
 from torchstrat.sharding.dtensor.operators.data_attribute import (
-    both_are_asked,
     require_own_memory,
     show,
     take_own_memory,
@@ -137,7 +136,6 @@ class StepSurroundings:
             stack.callback(take_own_memory, stand_ins.values())
             stack.enter_context(_backend_sees_pieces(stand_ins))
             stack.enter_context(_out_of_sight(stand_ins))
-            stack.enter_context(both_are_asked())
             stack.enter_context(_named())
             yield
             require_own_memory(stand_ins.values(), "the end of the step would keep")
@@ -299,7 +297,7 @@ def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> No
         require_own_memory(
             [getattr(one, STAND_IN) for one in variables.cut_in(stepped)], f"{type(stepped).__name__}.step() would step"
         )
-        with DisableTorchFunction(), _in_sight(stepped):
+        with variables.states_as_pieces(stepped), DisableTorchFunction(), _in_sight(stepped):
             bare_step(stepped)
         return (stand_in_of(type(stepped), vars(stepped), []), *args[1:]), kwargs
 

@@ -6,7 +6,7 @@ otherwise, the piece is a part of memory that the program knows by another name.
 change that tensor on each process in another place, so none is made as long as the program has it.
 
 PyTorch asks only the tensor that is given memory. A plain one would take over what is none: a `CutTensor` has no memory
-of its own, and the variable itself is this process's piece. So in a step ``torch.Tensor.data`` is `_Data`.
+of its own, and the variable itself is this process's piece. So ``torch.Tensor.data`` is `_Data` where any are cut.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class _Data:
 
 
 _DATA = _Data()
-_steps = 0
+_strategies = 0
 
 
 @contextmanager
 def both_are_asked() -> Iterator[None]:
     """In this block ``tensor.data = value`` asks the class of ``value``, too."""
-    global _steps
-    _steps += 1
+    global _strategies
+    _strategies += 1
     torch.Tensor.data = _DATA  # type: ignore[assignment]
     try:
         yield
     finally:
-        _steps -= 1
-        if not _steps:
+        _strategies -= 1
+        if not _strategies:
             del torch.Tensor.data
 
 
