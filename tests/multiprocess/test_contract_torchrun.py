@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
+from torchstrat.errors import UnsupportedError
 from torchstrat.testing import Workers, contract, divergence
 
 PROCESSES = 2
@@ -112,6 +113,69 @@ def test_a_hook_that_comes_between_runs(row: str, two_processes: Workers) -> Non
     seen, gradients = zip(*two_processes.run(run_hooked_half_way, row), strict=True)
     assert seen == ([6.0], [])
     assert gradients == ([6.0, 6.0],) * PROCESSES
+
+
+def decayed(p: nn.Parameter) -> None:
+    p.grad += 0.1 * p.detach()
+
+
+def replaced(p: nn.Parameter) -> None:
+    p.grad = p.grad.clip(-0.1, 0.1)
+
+
+def edit_parts(row_name: str, op: str) -> tuple[list[str], dict[str, float]]:
+    """What a run under no_sync leaves is edited, and then used in every way: what is said of it, and the gradients
+    where nothing is."""
+    strategy = contract.TORCHRUN[row_name].make(gradient_reduce_op=op)
+    told, made = [], {}
+    try:
+        with strategy.scope():
+            layer = nn.Linear(2, 1, bias=False)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        p = layer.weight
+
+        def step() -> None:
+            layer(torch.full((1, 2), 1.0 + replica())).sum().backward()
+
+        uses = {
+            "a run": lambda: strategy.run(optimizer.step),
+            "a step": optimizer.step,
+            "a backward pass": lambda: (p.sum() * 0.0).backward(),
+            "clipping": lambda: nn.utils.clip_grad_norm_([p], 1e9),
+        }
+        edits = {
+            "decayed": lambda: decayed(p),
+            "sign": lambda: p.grad.sign_(),
+            "replaced": lambda: replaced(p),
+            "zeroed": lambda: p.grad.zero_(),
+            "as it was": lambda: None,
+        }
+        for edited, edit in edits.items():
+            for used, use in uses.items():
+                optimizer.zero_grad()
+                with strategy.no_sync():
+                    strategy.run(step)
+                edit()
+                case = f"{edited}, {used}"
+                try:
+                    use()
+                    made[case] = float(p.grad.sum())
+                except UnsupportedError as error:
+                    told.append(case if "of Linear.weight (1, 2) was changed" in str(error) else str(error))
+        return told, made
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@every_row
+def test_edits_of_what_a_run_has_left_uncombined_are_refused(row: str, op: str, two_processes: Workers) -> None:
+    """As where all replicas are in one process: an edit acts on one replica's part."""
+    uses = ("a run", "a step", "a backward pass", "clipping")
+    combined = {"mean": 3.0, "sum": 6.0}[op]
+    for told, made in two_processes.run(edit_parts, row, op):
+        assert told == [f"{edit}, {use}" for edit in ("decayed", "sign", "replaced") for use in uses]
+        assert made == {f"{edit}, {use}": g for edit, g in (("zeroed", 0.0), ("as it was", combined)) for use in uses}
 
 
 def edit_by_a_few_ulps() -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -269,6 +269,10 @@ def shares(op: ReduceOp, weights: Sequence[float]) -> list[float]:
 # -- arithmetic -----------------------------------------------------------------------------------------------------
 
 
+def as_dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
 def is_plain(gradient: torch.Tensor | None) -> bool:
     """Dense and outside of any graph: may be overwritten where it lies."""
     return (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from torchstrat.core._torch_private import is_view, version_of
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.gradients import CombinedGradient, Owned, is_left_over, is_plain
+from torchstrat.core.gradients import CombinedGradient, Owned, as_dense, is_left_over, is_plain
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import fingerprint
 from torchstrat.replicas.roster import Layout, Roster
@@ -27,7 +27,7 @@ class GradientStatus(enum.Enum):
 class GradientRecord:
     """What is known of one tensor's gradient on this rank."""
 
-    __slots__ = ("accumulated", "base", "combined", "grown", "lacks", "loose", "reference")
+    __slots__ = ("accumulated", "base", "combined", "grown", "lacks", "left", "loose", "reference")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = weakref.ref(tensor)
@@ -40,8 +40,20 @@ class GradientRecord:
         self.loose: CombinedGradient | None = None
         """A combined one that hooks have been given, and that has been accumulated nowhere since: what is assigned by
         hand is made of it (``p.grad = torch.autograd.grad(loss, p)``)."""
+        self.left: CombinedGradient | None = None
+        """As the last run has left it; see `GradientRecords.leave`."""
         self.lacks: bool | None = None
         """Where some ranks have not come to that one, for a branch has spared them it: whether this is one of them."""
+
+
+def edited_part(variable: str) -> UnsupportedError:
+    """What to raise where the program has changed one replica's part of a gradient."""
+    return UnsupportedError(
+        f"the gradient of {variable} was changed between runs where each replica has a part of its own in it, which a "
+        "run under no_sync has left; what was changed is one replica's alone. Change it in a step (Strategy.run), or "
+        "leave no_sync before the last run that adds to it. Zeroing it, backward(), clipping and optimizer.step() "
+        "need no run."
+    )
 
 
 class NotedGradients:
@@ -127,6 +139,46 @@ class GradientRecords:
         for tensor in tensors:
             record = records[id(tensor)]
             record.accumulated, record.base, record.combined = False, None, CombinedGradient(tensor.grad)  # type: ignore[arg-type]
+
+    # -- between runs -----------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """A run ends. What is not combined is remembered as it is, to know later what the program has made of it."""
+        for record in self._records.values():
+            record.left = None
+            if (tensor := record.reference()) is None or (gradient := tensor.grad) is None:
+                continue
+            if record.accumulated or is_left_over(gradient, record.combined, self.op):
+                record.left = CombinedGradient(gradient)
+
+    def weigh_parts(self, factor: float) -> None:
+        """After a run has ended: ``factor`` for all that is not combined."""
+        for tensor in self.with_parts() if factor != 1.0 else ():
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad * factor if factor else torch.zeros_like(tensor.grad)
+        self.leave()
+
+    def look_at_outside(self, tensors: Iterable[torch.Tensor], describe: Callable[[torch.Tensor], str]) -> None:
+        """A run begins, or something outside of runs combines what they have left: what has the program made of
+        gradients since? Raises `UnsupportedError` where that was a part of one, unless it was zeroed or taken away."""
+        for tensor in tensors:
+            if (gradient := tensor.grad) is None:
+                continue
+            record = self.current(tensor)
+            is_open = record.accumulated or is_left_over(gradient, record.combined, self.op)
+            if not is_open or (record.left is not None and record.left.is_new(gradient)):
+                continue
+            if record.accumulated and as_dense(gradient).any():
+                raise edited_part(describe(tensor))
+            self.note_made_outside(tensor, gradient)
+
+    def note_made_outside(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        """It is what the program has made outside of runs, the same on all ranks: in a sum it counts once."""
+        record = self.of(tensor)
+        if self.op is ReduceOp.SUM and record.lacks is None and is_left_over(gradient, record.combined, self.op):
+            self._records[id(tensor)] = record
+            record.accumulated, record.base, record.loose = False, None, None
+            record.combined = CombinedGradient(gradient)
 
     # -- at an optimizer's step -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchstrat.core.communicator import Communicator, Work
-from torchstrat.core.gradients import Owned, is_plain, share_memory
+from torchstrat.core.gradients import Owned, as_dense, is_plain, share_memory
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
@@ -412,7 +412,3 @@ class GradientReducer:
             total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
             tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
             self._records.note_combined(tensor)
-
-
-def as_dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -17,7 +17,7 @@ import torch
 from torchstrat.core import gradients
 from torchstrat.core._torch_private import queue_backward_callback
 from torchstrat.core.communicator import Communicator
-from torchstrat.core.gradients import CombinedGradient, is_watched, share_memory, shares
+from torchstrat.core.gradients import CombinedGradient, as_dense, is_watched, share_memory, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import SumsInPlace, agree, agree_and_sum, all_equal
 from torchstrat.replicas.backward_pass import WITH_GRAPHS, EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
@@ -27,7 +27,6 @@ from torchstrat.replicas.gradient_reducer import (
     Owners,
     Plan,
     Plans,
-    as_dense,
     kinds_in,
     lacking_in,
     places_in,
@@ -65,7 +64,7 @@ class GradientSynchronizer:
         rosters: Rosters | None = None,
     ) -> None:
         """``owners``: leave each gradient with those that own it, if there are any. ``uninterrupted``: what the end of
-        a pass is called in. ``rosters``: where `expect` is called."""
+        a pass is called in. ``rosters``: of a process that has this replica alone, and between runs its gradients."""
         self._op = op
         self._owners = owners
         self._uninterrupted = uninterrupted
@@ -77,7 +76,7 @@ class GradientSynchronizer:
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
         self.before_adding_outside: Callable[[], object] = nothing  # where a backward pass outside of runs adds
-        self.has_unweighted_parts = False
+        self.leaves_parts = False
         """Whether the last run has accumulated under a `no_sync` of its own, and not combined: see `weigh_parts`."""
         self.records = GradientRecords(op)
         self._reducer = GradientReducer(op, owners, self.records)
@@ -116,6 +115,8 @@ class GradientSynchronizer:
         self._expected.clear()
         self._accumulates = False  # under a `no_sync` that this run began
         self.use(roster)
+        if self._rosters is not None and (self._scaled or self._op is ReduceOp.SUM):
+            self.records.look_at_outside(roster.tensors, self._rosters.describe)
         self._active = True
 
     def use(self, roster: Roster) -> None:
@@ -129,7 +130,10 @@ class GradientSynchronizer:
 
     def end(self) -> None:
         """Nothing is combined until the next `begin`, and no variable is kept alive."""
-        self.has_unweighted_parts = self._accumulates and self._op is ReduceOp.MEAN and bool(self.records.with_parts())
+        is_known = self._op is ReduceOp.SUM and (self._no_sync > 0 or self.pending)  # and nothing is to be weighted
+        self.leaves_parts = self._accumulates and not is_known and bool(self.records.with_parts())
+        if self._rosters is not None and (self._scaled or self._accumulates or self._op is ReduceOp.SUM):
+            self.records.leave()
         self._active = False
         self._set_roster(_EMPTY)
 
@@ -161,13 +165,9 @@ class GradientSynchronizer:
         self._no_sync += 1 if active else -1
 
     def weigh_parts(self, share: float) -> None:
-        """Weight what `has_unweighted_parts` tells of by the weights of the run that has ended, as is done at once in a
-        run that is all under `no_sync`: the next one has others. ``share``: of this rank. All ranks call it, if any has
-        such parts."""
-        factor = share * self._size
-        for tensor in self.records.with_parts() if factor != 1.0 else ():
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad * factor if factor else torch.zeros_like(tensor.grad)
+        """Weight what `leaves_parts` tells of by the weights of the run that has ended, as is done at once in a run all
+        under `no_sync`: the next one has others. ``share``: of this rank. All ranks call it, if any has such parts."""
+        self.records.weigh_parts(1.0 if self._op is ReduceOp.SUM else share * self._size)
         self.pending = True
 
     @property

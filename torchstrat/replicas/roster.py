@@ -100,6 +100,7 @@ class Rosters:
 
     def __init__(self, registry: VariableRegistry, *, is_only: bool = False) -> None:
         self._registry = registry
+        self.describe = registry.describe
         self._is_only = is_only
         self._latest = Layout({})
         self._counts = (0, 0, 0)

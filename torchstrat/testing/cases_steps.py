@@ -186,11 +186,17 @@ def no_sync_within_the_step() -> Training:
     return Training(plain_step(model, sgd(model, momentum=0.0), loss=loss, edit=clip), {"model": model})
 
 
-def no_sync_up_to_the_next_run() -> Training:
-    """What a run leaves counts by that run's weights."""
+def no_sync_up_to_the_next_run(
+    loss: Callable[[torch.Tensor], torch.Tensor] = torch.mean, *, penalized: bool = False
+) -> Training:
+    """What a run leaves counts by that run's weights. ``penalized``: the program adds to it."""
     model = Mlp()
-    optimizer = sgd(model, lr=0.1)
-    backward = plain_step(model)
+    optimizer = sgd(model, lr=0.02 if penalized else 0.1)
+    backward = plain_step(model, loss=loss)
+
+    def before(index: int) -> None:
+        if penalized and index in (1, 3, 4):
+            _penalize(model)
 
     def accumulate(batch: Batch) -> torch.Tensor:
         with ts.get_strategy().no_sync() if ts.has_strategy() else torch.enable_grad():
@@ -202,7 +208,7 @@ def no_sync_up_to_the_next_run() -> Training:
         optimizer.zero_grad()
         return losses
 
-    return Training(step, {"model": model}, accumulate, frozenset({0, 2, 3}), no_sync=False)
+    return Training(step, {"model": model}, accumulate, frozenset({0, 2, 3}), no_sync=False, before=before)
 
 
 def stepped_outside_of_runs() -> Training:
@@ -240,6 +246,31 @@ def used_between_runs(use: Callable[[nn.Module], object], loss: Callable[[torch.
 
 def _penalize(model: nn.Module) -> None:
     torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+
+
+def penalties_alone(set_to_none: bool = True) -> Training:
+    """Gradients that are made wholly outside of runs; every other run only steps with them."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.02)
+    add = plain_step(model, loss=torch.sum)
+
+    def finish() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(batch: Batch) -> torch.Tensor:
+        losses = squared_error(model(batch[0]), batch[1]).detach()
+        finish()
+        return losses
+
+    def also_add(batch: Batch) -> torch.Tensor:
+        losses = add(batch)
+        finish()
+        return losses
+
+    return Training(
+        step, {"model": model}, also_add, frozenset({1, 4}), no_sync=False, before=lambda _: _penalize(model)
+    )
 
 
 def clipped_in_parts() -> Training:
@@ -347,5 +378,18 @@ CASES = (
         Case(name, partial(used_between_runs, use, torch.sum), _idle, gradient_reduce_op="sum")
         for name, use in (("sums_clipped_between_runs", _clip_once), ("sums_penalized_between_runs", _penalize))
     ),
-    *named(edited_before_the_others_have_finished_backward, gradient_reduce_op="sum"),
+    *named(
+        edited_before_the_others_have_finished_backward,
+        penalties_alone,
+        gradient_reduce_op="sum",
+    ),
+    Case(
+        "sums_penalized_up_to_the_next_run",
+        partial(no_sync_up_to_the_next_run, torch.sum, penalized=True),
+        gradient_reduce_op="sum",
+    ),
+    Case("penalized_up_to_the_next_run", partial(no_sync_up_to_the_next_run, penalized=True), _uneven),
+    Case("penalties_alone_zeroed", partial(penalties_alone, False), gradient_reduce_op="sum"),
+    Case("penalties_alone_idle", penalties_alone, _idle, gradient_reduce_op="sum"),
+    Case("penalties_alone_also_idle", partial(penalties_alone, False), _also_idle, gradient_reduce_op="sum"),
 )

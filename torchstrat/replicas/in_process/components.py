@@ -72,6 +72,7 @@ class Components:
         self._made: list[TensorSlot] = []  # of variables that a replica has made in this run
         self.generation = 0
         """Another number whenever variables have come up in a run, or turned out to be those of all replicas."""
+        self.given: list[TensorSlot] = []  # whose gradients the program has made between runs
         self._replicas: list[int] = []
         self._leader = 0
         self._home = 0  # the key of the central components: the leader's, or CENTRAL
@@ -366,7 +367,7 @@ class Components:
         return bool(self._lazy)
 
     def _take(self, tensors: list[torch.Tensor]) -> None:
-        self._lazy = []
+        self._lazy, self.given = [], []
         slots, alive = self._slots, set()
         for tensor in tensors:
             if is_lazy(tensor):
@@ -400,6 +401,7 @@ class Components:
             elif kept[self._home] is not grad:  # another replica led the last run
                 slot.tensor.grad = kept[self._home]
             return
+        self.given.append(slot)
         slot.grads = {self._home: grad}
         for replica, device in enumerate(self._devices):  # also of those that sit this run out
             if replica != self._home:

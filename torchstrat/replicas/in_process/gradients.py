@@ -15,15 +15,13 @@ import torch
 
 from torchstrat.core import gradients as arithmetic
 from torchstrat.core.communicator import Words, Work
-from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.gradients import CombinedGradient, GradientHooks, shares
+from torchstrat.core.gradients import CombinedGradient, GradientHooks, as_dense, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.replicas.backward_pass import nothing
 from torchstrat.replicas.engine import StepWeights
-from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients
-from torchstrat.replicas.gradient_reducer import as_dense
+from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients, edited_part
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
@@ -228,7 +226,6 @@ class InProcessGradients:
         self._combines = combines
         self._components = components
         self._op = op
-        self._describe = registry.describe
         self._rosters = Rosters(registry, is_only=True)
         self._shielded = _Shielded()
         self._of = [GradientSynchronizer(op, uninterrupted=self._shielded) for _ in range(count)]
@@ -269,6 +266,10 @@ class InProcessGradients:
         for replica in self._replicas:
             weight = partial(weights.of_gradients, self._op, replica)
             self._of[replica].begin(roster, communicator, weight, is_all=not self._idle)
+        for slot in self._components.given:
+            for replica, gradients in enumerate(self._of):
+                if (own := slot.grads.get(replica)) is not None:
+                    gradients.records.note_made_outside(slot.tensor, own)
         if self._combines:
             self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
 
@@ -283,7 +284,7 @@ class InProcessGradients:
         active = [self._of[replica] for replica in self._replicas]
         for gradients in active:
             gradients.end()
-        if weights is not None and any(gradients.has_unweighted_parts for gradients in active):
+        if weights is not None and any(gradients.leaves_parts for gradients in active):
             for replica, share in zip(self._replicas, shares(self._op, weights), strict=True):
                 with self._components.gradients_of(replica):
                     self._of[replica].weigh_parts(share)
@@ -324,12 +325,7 @@ class InProcessGradients:
                 continue
             has_parts = any(gradients.records.of(tensor).accumulated for gradients in self._of)
             if has_parts and as_dense(tensor.grad).any():
-                raise UnsupportedError(
-                    f"the gradient of {self._describe(tensor)} was changed between runs where each replica "
-                    "of this process has a part of its own in it, which a run under no_sync has left; what was changed "
-                    "is the first one's alone. Change it in a step (Strategy.run), or leave no_sync before the last "
-                    "run that adds to it. Zeroing it, backward(), clipping and optimizer.step() need no run."
-                )
+                raise edited_part(self._rosters.describe(tensor))
 
     @property
     def needs_early_hooks(self) -> bool:

@@ -333,16 +333,17 @@ class PerProcessReplica:
     def _find_owners(self) -> None:
         if self._storage is not None and self._gradients.leaves_with_owners:
             optimizers = self.registry.optimizers()
-            key: list[Any] = [tuple(map(id, tensors_of(one))) for one in optimizers]
-            key.append(self._storage.state.generation)
+            key: list[Any] = [*(tuple(map(id, tensors_of(one))) for one in optimizers), self._storage.state.generation]
             if self._owned[0] != key:
                 self._owned = (key, self._storage.owners(optimizers))
 
     def _watch_optimizers(self) -> None:
-        """Under central storage a step outside of a run, too, is the owner's; and wherever gradients have been left
-        uncombined it combines them."""
+        """Under central storage steps outside of runs are the owner's; anywhere they combine what runs have left."""
         if self._central or self._gradients.pending:
             self._steps_outside.watch(self.registry.optimizers())
+        if self._gradients.pending:
+            roster = self._rosters.now()
+            self._hooks.attach_to_run(roster.tensors, roster.layout, early=True)
 
     def _begin_outside(self) -> bool:
         if not (self._central or self._gradients.pending):
@@ -501,7 +502,7 @@ class PerProcessReplica:
         state = sum(map(self._state_digest, optimizers))
         plain = plain_digest(members)
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
-        own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
+        own = (self._weights.of(self._world.rank), float(self._gradients.leaves_parts))
         rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
         buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
         if not all_equal(rows) or own[1] or buffers.sums:
@@ -548,8 +549,7 @@ class PerProcessReplica:
         if self._weights is not None:
             self._weights.span_replicas()
 
-    def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
-        return None
+    def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None: ...
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         agree(self._communicator, "merge_call")
