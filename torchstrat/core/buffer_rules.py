@@ -1,9 +1,10 @@
 """Which one value replicas' buffers become when a run has ended: the rule, for replicas of one process and of several.
 
 A buffer's aggregation is what the program has said (`StrategyExtended.set_aggregation`). Without that, in training mode
-floating buffers that differ become their mean, as running statistics want it, and all others are the first replica's.
-That does not fit buffers that count rows, add up, or have a row for each row of the batch; nothing tells these from
-running statistics of a module's own, so where such a buffer is met a warning says once what is made of it.
+floating buffers that differ become their mean by rows (`StepWeights.in_buffers`), as running statistics want it, and
+all others are the first replica's. That does not fit buffers that count rows, add up, or have a row for each row of the
+batch; nothing tells these from running statistics of a module's own, so where such a buffer is met a warning says once
+what is made of it.
 """
 
 from __future__ import annotations

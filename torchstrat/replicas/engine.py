@@ -100,6 +100,15 @@ class StepWeights:
     def rows_of(self, replica: int) -> int | None:
         return None if self.batch is None else self.batch.rows[replica]
 
+    def in_buffers(self, replicas: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """What ``replicas``, of these ``weights``, count in means of buffers: their rows, as statistics are over rows.
+        One of weight 0 has no say: a batch without rows makes nan of a running mean."""
+        counted = [float(weight > 0 or not any(weights)) for weight in weights]
+        if self.batch is None or self._other is not None:
+            return counted
+        rows = [one * self.batch.rows[replica] for one, replica in zip(counted, replicas, strict=True)]
+        return rows if any(rows) else counted
+
 
 def _has_equal_shares(one: BatchInfo, other: BatchInfo) -> bool:
     """Whether every replica has the same part of both."""

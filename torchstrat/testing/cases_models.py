@@ -91,6 +91,7 @@ def _convolution(norm: Callable[[int], nn.Module]) -> nn.Module:
 
 
 _batch_norm = partial(_convolution, nn.BatchNorm2d)
+_instance_norm = partial(_convolution, partial(nn.InstanceNorm2d, affine=True, track_running_stats=True))
 _cumulative_batch_norm = partial(_convolution, partial(nn.BatchNorm2d, momentum=None))
 
 
@@ -304,6 +305,8 @@ def buffers_of_every_kind() -> Training:
     return Training(plain_step(model, sgd(model, momentum=0.0)), watch)
 
 
+_uneven_images = partial(images, (8, 5, 1, 3, 7))
+
 CASES = (
     Case("weight_tying", partial(classifier, _tied), partial(classification, classes=12)),
     Case("lstm", partial(classifier, _recurrent), classification),
@@ -315,11 +318,19 @@ CASES = (
     Case(
         "batch_norm_empty", partial(trained, _batch_norm), partial(images, (8, 1, 2, 1, 8)), expected=replicas_by_hand
     ),
+    Case("batch_norm_uneven", partial(trained, _batch_norm), _uneven_images, expected=replicas_by_hand),
+    Case(
+        "batch_norm_cumulative_uneven",
+        partial(trained, _cumulative_batch_norm),
+        _uneven_images,
+        expected=replicas_by_hand,
+    ),
+    Case("instance_norm_uneven", partial(trained, _instance_norm), _uneven_images),
     *(
         Case(name, partial(trained, _sync_batch_norm), batches, plain=partial(trained, _two_batch_norms))
         for name, batches in {
             "sync_batch_norm": images,
-            "sync_batch_norm_uneven": partial(images, (8, 5, 1, 3, 7)),
+            "sync_batch_norm_uneven": _uneven_images,
         }.items()
     ),
     *named(channels_last, batches=images),

@@ -353,7 +353,7 @@ def replicas_by_hand(case: Case, replicas: int) -> Snapshot:
     """Data parallelism written out: for models whose forward looks at the whole batch, as BatchNorm does.
 
     Every replica has its own copy of the model and its own statistics in a step. Gradients are averaged by rows.
-    Afterwards floating buffers are the mean over the replicas that had rows, integral ones replica 0's.
+    Afterwards floating buffers are the mean over the replicas, weighted by their rows, integral ones replica 0's.
     The case's watch has to hold ``model`` and ``optimizer``, and its step has to be `plain_step`.
     """
     with case.conditions():
@@ -363,24 +363,27 @@ def replicas_by_hand(case: Case, replicas: int) -> Snapshot:
         for batch in case.batches():
             optimizer.zero_grad()
             copies: list[nn.Module] = []
+            shares: list[float] = []
             replica_losses: list[torch.Tensor] = []
             for x, y in equal_chunks(batch, replicas):
                 if len(x) == 0:
                     continue
                 copies.append(copy.deepcopy(model))
+                shares.append(len(x) / len(batch[0]))
                 replica_losses.append(squared_error(copies[-1](x), y))
                 (replica_losses[-1].sum() / len(batch[0])).backward()
-            _collect(model, copies)
+            _collect(model, copies, shares)
             optimizer.step()
             losses.append(torch.cat(replica_losses).mean(dim=0))
         return {**named_losses(losses), **read(training.watch)}
 
 
 @torch.no_grad()
-def _collect(model: nn.Module, copies: list[nn.Module]) -> None:
+def _collect(model: nn.Module, copies: list[nn.Module], shares: list[float]) -> None:
     for name, parameter in model.named_parameters():
         gradients = [replica.get_parameter(name).grad for replica in copies]
         parameter.grad = torch.stack([gradient for gradient in gradients if gradient is not None]).sum(dim=0)
     for name, buffer in model.named_buffers():
         values = torch.stack([replica.get_buffer(name) for replica in copies])
-        buffer.copy_(values.mean(dim=0) if buffer.is_floating_point() else values[0])
+        mean = torch.tensordot(torch.tensor(shares, dtype=torch.float64), values.double(), dims=1)
+        buffer.copy_(mean if buffer.is_floating_point() else values[0])

@@ -12,8 +12,9 @@ from torch import nn
 from torchstrat.core._torch_private import own_buffers, set_version_counters, version_of
 from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.gradients import shares
 from torchstrat.core.reachable import address_of, has_address
-from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tensor_bytes import extent
 from torchstrat.core.variables import BufferSlot
 from torchstrat.replicas.in_process.made_in_runs import made_by_another
@@ -151,6 +152,7 @@ class ComponentBuffers:
         self.states: list[_BufferState] = []
         self._made: list[_BufferState] = []  # of modules that a replica has made in this run
         self._replicas: list[int] = []
+        self._shares: dict[int, float] = {}  # of replicas in means
         self._has_views = False
         self._modules: set[int] = set()
 
@@ -265,13 +267,13 @@ class ComponentBuffers:
         """After the replicas' code has ended and all is parked: one value per buffer, from those of the replicas.
 
         `BufferRules` says which; where all replicas agree nothing is averaged, because that would change constants by
-        rounding. Replicas of weight 0 have no say in means: a batch without rows makes nan of a running mean.
-        ``rows``: of the replicas.
+        rounding. ``weights``: of the replicas in means (`StepWeights.in_buffers`). ``rows``: of the replicas.
         """
         for state in self.states:
             state.level()
         self._own.keep(self.states, self._replicas)
-        counted = [replica for replica, weight in zip(self._replicas, weights, strict=True) if weight] or self._replicas
+        self._shares = dict(zip(self._replicas, shares(ReduceOp.MEAN, weights), strict=True))
+        counted = [replica for replica, share in self._shares.items() if share]
         done: dict[int, torch.Tensor] = {}  # a tensor may be several modules' buffer
         for state in self.states:
             replicas = counted if state.made_by is None or state.is_shared else [state.made_by]
@@ -342,10 +344,11 @@ class ComponentBuffers:
             return (
                 torch.stack([other.to(first.device) - start for other in everyone]).sum(dim=0).to(first.dtype) + start
             )
-        total = values[0].clone()
-        for other in values[1:]:
-            total += other.to(first.device)
-        return total / len(values) if how is VariableAggregation.MEAN else total
+        total = torch.zeros_like(first)
+        for replica in counted:
+            own = data[replica].to(first.device)
+            total += own * self._shares[replica] if how is VariableAggregation.MEAN else own
+        return total
 
     def end(self, *, failed: bool) -> None:
         """Install the modules' own buffers; they have changed where `merge` was called."""

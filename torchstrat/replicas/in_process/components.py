@@ -114,7 +114,7 @@ class Components:
     def end(self, weights: list[float] | None, rows: Sequence[int | None] = ()) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
 
-        ``weights``: of the replicas, for the buffers' means; ``rows``: those of their batches. None after a failure:
+        ``weights``: of the replicas in the buffers' means; ``rows``: those of their batches. None after a failure:
         buffers stay as they were, and so do variables since the last moment when all replicas agreed, which is an
         optimizer's step or the run's start.
         """

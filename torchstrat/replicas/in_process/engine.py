@@ -375,10 +375,11 @@ class InProcessReplicas:
                     if self._local is not None:
                         for rounds in self._rounds if failed else ():
                             rounds.undo_run()
-                        self._local.end_apart(weights.values() if any(self._ends_round) and not failed else None)
+                        self._local.end_apart(is_end=any(self._ends_round) and not failed)
                     else:
                         rows = [weights.rows_of(replica) for replica in weights.active]
-                        self._components.end(None if failed else weights.values(), rows)
+                        counts = weights.in_buffers(weights.active, weights.values())
+                        self._components.end(None if failed else counts, rows)
                 finally:
                     self._baton = None
 

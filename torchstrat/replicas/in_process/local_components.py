@@ -42,18 +42,18 @@ class LocalComponents(Components):
                 touched.append(slot.tensor)
         return touched
 
-    def end_apart(self, weights: list[float] | None) -> None:
-        """`end` where replicas stay apart; but buffers become alike where there are ``weights``, as a round ends."""
+    def end_apart(self, *, is_end: bool) -> None:
+        """`end` where replicas stay apart; but buffers become alike at the end of a round (``is_end``)."""
         self.park()
-        if weights is None:
-            self.buffers.keep_apart()
+        if is_end:
+            self.buffers.merge([1.0] * len(self._replicas), ())
         else:
-            self.buffers.merge(weights, ())
+            self.buffers.keep_apart()
         settle(self._made, self._replicas, self._home)
         self._leave()
         for slot in self._slots.values():
             slot.keep_apart(slot.tensor)
-        self._let_go(failed=False, is_round=weights is not None)
+        self._let_go(failed=False, is_round=is_end)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -25,14 +25,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import own_buffers, version_of
-from torchstrat.core.buffer_rules import BufferRules, counts_rows
+from torchstrat.core.buffer_rules import counts_rows
 from torchstrat.core.communicator import Communicator
+from torchstrat.core.gradients import shares
 from torchstrat.core.optimizers import stepped_by, wrapped_by
 from torchstrat.core.pieces import memory_of, whole_value_of
-from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import fingerprint
 from torchstrat.replicas import renormed_rows
+from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
@@ -314,12 +316,16 @@ _Kind = tuple[tuple[int, ...], torch.dtype]
 class ProcessBuffers:
     """The buffers of one run. Made when it starts, with the ``members`` that there are; `BufferRules` says what becomes
     of those that differ. Buffers on which all ranks agree are left alone: averaging equal numbers rounds them.
+    ``weights``: of the run.
     """
 
-    def __init__(self, registry: VariableRegistry, rules: BufferRules, members: Members, device: torch.device) -> None:
+    def __init__(
+        self, registry: VariableRegistry, members: Members, device: torch.device, weights: StepWeights
+    ) -> None:
         self._registry = registry
         self._device = device
-        self._rules = rules
+        self._rules = registry.buffer_rules
+        self._weights = weights
         self._training_before = {id(module) for module in members.modules if module.training}
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
         self._counts: dict[tuple[int, str], float] = {}
@@ -376,13 +382,13 @@ class ProcessBuffers:
 
     def merge(self, communicator: Communicator, weights: list[float], call: str) -> None:
         """All ranks call it, when summaries differ or any has buffers whose changes are to be summed. ``weights``: of
-        the ranks; where any has one, those without are left out of means."""
+        the ranks."""
         named = self._registry.named_buffer_slots()
         found = {name: slot for name, slot in named.items() if self._is_compared(slot)}
         own = {name: (_kind(slot.tensor), _print_of(slot.tensor)) for name, slot in found.items()}
         everyone = communicator.all_gather_object(own, call)
-        counted = [weight > 0 or not any(weights) for weight in weights]
-        source = counted.index(True)
+        counted = shares(ReduceOp.MEAN, self._weights.in_buffers(communicator.ranks, weights))
+        source = next(rank for rank, share in enumerate(counted) if share)
         level: list[torch.Tensor] = []
         done: set[int] = set()  # a tensor may be several modules' buffer
         with torch.no_grad():
@@ -410,7 +416,7 @@ class ProcessBuffers:
         communicator: Communicator,
         slot: BufferSlot,
         kinds: list[_Kind | None],
-        counted: list[bool],
+        counted: list[float],
         source: int,
         level: list[torch.Tensor],
         call: str,
@@ -432,9 +438,10 @@ class ProcessBuffers:
         is_mean = how is VariableAggregation.MEAN
         before = None if is_mean else self._before[key]
         own = tensor.detach().clone() if before is None else tensor.detach() - before
-        total = (own if counted[communicator.rank] or not is_mean else torch.zeros_like(own)).contiguous()
+        share = counted[communicator.rank] if is_mean else 1.0
+        total = (own * share if share else torch.zeros_like(own)).contiguous()  # which may be nan where there is none
         communicator.all_reduce(total, call).wait()
-        tensor.copy_(total / sum(counted) if before is None else before + total)
+        tensor.copy_(total if before is None else before + total)
 
 
 def _is_nothing(tensor: torch.Tensor | None) -> bool:

@@ -429,7 +429,7 @@ class PerProcessReplica:
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
         self._edits.state.begin([] if self._central and self._storage is None else members.helpers)
-        buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
+        buffers = ProcessBuffers(self.registry, members, self._torch_device, weights)
         self._policy.begin(self._communicator)
         self._step.begin(self._communicator, weights, me)
         self._streams.begin([me])

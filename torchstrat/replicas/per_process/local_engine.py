@@ -84,7 +84,8 @@ class LocalProcessReplica(PerProcessReplica):
         self._outside.level(self._world, outside)
         me = self._world.rank
         if self._buffers is None:
-            self._buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
+            equal = StepWeights(range(self.num_replicas))  # of a round, whose runs may each have others
+            self._buffers = ProcessBuffers(self.registry, members, self._torch_device, equal)
         self._rounds.begin_run()
         self._rounds.look_at(roster)
         self._streams.begin([me])

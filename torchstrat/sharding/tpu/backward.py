@@ -37,6 +37,7 @@ class LaneWeights:
     Args:
         rows: of each active lane; equal numbers where all count alike.
         all_passes: the weights of all passes of the run, this one's among them once it has been added.
+        in_buffers: the share of each active lane in means of buffers.
         require: raises where rows do not say how much a lane counts, and neither has the step.
     """
 
@@ -46,8 +47,10 @@ class LaneWeights:
         op: ReduceOp,
         rows: Sequence[float],
         all_passes: list[LaneWeights],
+        in_buffers: Sequence[float],
         require: Callable[[], object] = lambda: None,
     ) -> None:
+        self.in_buffers = list(in_buffers)
         self._require = require
         self.lanes = lanes
         self._op = op

@@ -21,6 +21,7 @@ from torchstrat.core import context, nest, reduction
 from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.core.gradients import shares
 from torchstrat.core.memory import Copies
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.run_options import RunOptions
@@ -366,11 +367,15 @@ class SpmdReplicas:
 
     def _record_all(self, fn: Callable[..., Any], passes: Sequence[Pass], weights: StepWeights) -> object:
         all_weights: list[LaneWeights] = []
+        replicas = [replica for one in passes for replica in one.replicas]
+        counts = weights.in_buffers(replicas, [weights.of(replica) for replica in replicas])
+        in_buffers = dict(zip(replicas, shares(ReduceOp.MEAN, counts), strict=True))
         for one in passes:
             lanes = Lanes(self._grid.num_replicas, one.replicas)
             rows = [weights.of(replica) for replica in one.replicas]
             require = partial(weights.of_gradients, self.gradient_op, one.replicas[0])
-            LaneWeights(lanes, self.gradient_op, rows, all_weights, require)
+            own = [in_buffers[replica] for replica in one.replicas]
+            LaneWeights(lanes, self.gradient_op, rows, all_weights, own, require)
         if len(passes) == 1:
             result = self._record(fn, passes[0], all_weights[0], Alone())
             self._before.require_buffers()

@@ -266,25 +266,31 @@ class Recording:
         return self.lanes.is_lane_tensor(buffer)
 
     def merged(self, value: Any, aggregation: VariableAggregation, before: torch.Tensor | None = None) -> Any:
-        """What becomes of a buffer that the replicas have changed differently: the mean, of integers the first one's;
-        the first one's; or what it was ``before`` and the sum of their changes. Anything but a lane tensor as it is. No
-        gradients."""
+        """What becomes of a buffer that the replicas have changed differently: the mean by their rows, of integers the
+        first one's; the first one's; or what it was ``before`` and the sum of their changes. Anything but a lane tensor
+        as it is. No gradients."""
         lanes = self.lanes
         if not lanes.is_lane_tensor(value):
             return value
         is_number = value.is_floating_point() or value.is_complex()
 
-        def combine(payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-            rows = torch.cat(list(payloads.values())) if len(payloads) > 1 else next(iter(payloads.values()))
+        def combine(payloads: dict[int, tuple[torch.Tensor, list[float]]]) -> dict[int, torch.Tensor]:
+            parts, shares = zip(*payloads.values(), strict=True)
+            rows = torch.cat(parts) if len(parts) > 1 else parts[0]
             if aggregation is VariableAggregation.SUM:
                 assert before is not None
                 return dict.fromkeys(payloads, before + (rows - before).sum(dim=0))
-            is_mean = is_number and aggregation is VariableAggregation.MEAN
-            return dict.fromkeys(payloads, rows.mean(dim=0) if is_mean else rows[0])
+            if not is_number or aggregation is not VariableAggregation.MEAN:
+                return dict.fromkeys(payloads, rows[0])
+            if len({share for own in shares for share in own}) == 1:
+                return dict.fromkeys(payloads, rows.mean(dim=0))
+            # Of equal shares: replicas with as many rows are in one pass. One without rows may have nan.
+            means = [part.sum(dim=0) * own[0] for part, own in zip(parts, shares, strict=True) if own[0]]
+            return dict.fromkeys(payloads, torch.stack(means).sum(dim=0))
 
         with lanes.left("an edit of a buffer"):
             active = self._together.of_active(lanes.stacked(value).detach())
-            merged: torch.Tensor = self._meet("an edit of a buffer", active, combine)
+            merged: torch.Tensor = self._meet("an edit of a buffer", (active, self.weights.in_buffers), combine)
             return merged
 
     def is_input(self, tensor: torch.Tensor) -> bool:
