@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
 import warnings
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,6 +116,43 @@ def test_a_hook_that_comes_between_runs(row: str, two_processes: Workers) -> Non
     seen, gradients = zip(*two_processes.run(run_hooked_half_way, row), strict=True)
     assert seen == ([6.0], [])
     assert gradients == ([6.0, 6.0],) * PROCESSES
+
+
+def draw_in_steps(row_name: str) -> list[list[float]]:
+    """What each run has drawn from every generator but PyTorch's, the last from one that this rank has seeded for
+    itself; the second rank has no rows in two runs."""
+    random.seed(1)
+    np.random.seed(1)
+    own = torch.Generator().manual_seed(1)
+    pythons, apart = random.Random(1), random.Random(10 + int(os.environ["RANK"]))
+    numpys = {"of NumPy": np.random.default_rng(1)}
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        drawn = [random.random(), np.random.rand(), torch.rand((), generator=own), pythons.random()]
+        drawn += [numpys["of NumPy"].random(), np.random.normal(), random.gauss(0.0, 1.0), apart.random()]
+        return torch.tensor([float(one) for one in drawn])
+
+    strategy = contract.TORCHRUN[row_name].make()
+    try:
+        seen = []
+        for rows in (2, 1, 1, 2):
+            (batch,) = strategy.distribute_dataset([torch.zeros(rows, 1)])
+            drawn = strategy.local_results(strategy.run(step, args=(batch,)))
+            seen.append(drawn[0].tolist() if drawn else [])
+        return seen
+    finally:
+        strategy.close()
+
+
+@every_row
+def test_a_rank_without_rows_follows_what_the_others_draw(row: str, two_processes: Workers) -> None:
+    """Every rank draws the same numbers from generators that are no stream of the replicas'."""
+    first, second = two_processes.run(draw_in_steps, row)
+    assert [len(drawn) for drawn in second] == [8, 0, 0, 8]
+    for number in (0, 3):
+        assert first[number][:-1] == second[number][:-1]
+    apart = random.Random(11)
+    assert [second[0][-1], second[3][-1]] == pytest.approx([apart.random(), apart.random()])
 
 
 def decayed(p: nn.Parameter) -> None:

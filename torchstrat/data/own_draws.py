@@ -20,7 +20,7 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -320,9 +320,13 @@ def generators_of_data(dataset: object, collate: Any) -> list[Any]:
     parts = parts_of(dataset)
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values() if callable(one)]
     functions = dataset.functions if isinstance(dataset, Pipeline) else []
-    found = Start(collate, [*parts, *functions, *methods]).walk().generators
-    process = (torch.default_generator, PYTHONS, NUMPYS)
-    return [one for one in found if not any(one is other for other in process)]
+    return generators_reached(collate, [*parts, *functions, *methods])
+
+
+def generators_reached(fn: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
+    """The same that a function and its arguments can reach; not those of the process."""
+    process = (torch.default_generator, PYTHONS, NUMPYS, *torch.cuda.default_generators)
+    return [one for one in Start(fn, arguments).walk().generators if not any(one is other for other in process)]
 
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:

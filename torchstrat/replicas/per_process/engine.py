@@ -399,7 +399,7 @@ class PerProcessReplica:
             self._storage,
             self._counts,
         )
-        idle.before_run()
+        idle.before_run(fn, args, kwargs)
         if self._gradients.pending:
             self._gradients.combine_parts(roster, self._world, is_all=True)
         assert self._weights is not None

@@ -28,6 +28,8 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
+from torchstrat.data.own_draws import generators_reached, number_of
+from torchstrat.data.random_states import RandomStreams
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
@@ -69,6 +71,9 @@ class _Manifest(NamedTuple):
     counted: list[str]
     """Of the program's objects, attributes to which the step has added 1."""
     helpers: list[Any]
+    drawn: dict[str, tuple[int, Any]]
+    """Of Python's, NumPy's and the program's own generators from which the step has drawn: where they stood, as a
+    `number_of` that, and where they stand."""
     settings: list[Any]
     """What steps of optimizers of classes of one's own have set in their attributes."""
 
@@ -109,7 +114,9 @@ class IdleReplicas:
 
     # -- before -----------------------------------------------------------------------------------------------------
 
-    def before_run(self) -> None:
+    def before_run(self, fn: Callable[..., Any], args: object, kwargs: object) -> None:
+        self._streams = RandomStreams(("python", "numpy"), generators_reached(fn, nest.leaves((args, kwargs))))
+        self._stand = {name: number_of(state) for name, state in self._streams.states().items()}
         if self._storage is not None:
             self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
         if self._first != OWNER:
@@ -157,6 +164,8 @@ class IdleReplicas:
                 optimizer_state.put(vars(optimizer), changed)
             _put_attributes(self._registry, manifest.attributes)
             self._counts.warn_of_missed(manifest.counted)
+            # One that stood elsewhere, the program has seeded otherwise here.
+            self._streams.put({n: now for n, (was, now) in manifest.drawn.items() if self._stand.get(n) == was})
         level_plain(self._world, self._registry, self._first, AFTER)
         self._hand_over_values(manifest)
         self._hand_over_gradients(manifest)
@@ -190,6 +199,7 @@ class IdleReplicas:
             _changed_attributes(self._registry, self._attributes),
             self._counts.grown_by(1),
             [self._state_of(helper) for helper in self._registry.helpers()],
+            {n: (was, now) for n, now in self._streams.states().items() if number_of(now) != (was := self._stand[n])},
             [
                 optimizer_state.changes(optimizer, before)
                 for optimizer, before in zip(self._registry.optimizers(), self._settings, strict=False)
