@@ -63,9 +63,9 @@ def _note(value: object) -> _Noted:
     memory = memory_of(value)
     if not isinstance(memory, torch.Tensor):
         return _Noted(value, 0, 0, b"")
-    is_at_an_address = is_memory(type(value)) and value.layout == torch.strided and not value.is_meta
-    address = value.data_ptr() if is_at_an_address else 0
-    return _Noted(value, 0 if value.is_inference() else version_of(value), address, sample(value))
+    is_at_an_address = is_memory(type(memory)) and memory.layout == torch.strided and not memory.is_meta
+    address = memory.data_ptr() if is_at_an_address else 0
+    return _Noted(value, 0 if memory.is_inference() else version_of(memory), address, sample(memory))
 
 
 def _note_entry(entry: object) -> dict[Any, _Noted]:
@@ -176,7 +176,8 @@ class StateEdits:
     def level(self, communicator: Communicator, optimizer: Optimizer, places: list[int], call: str) -> None:
         """There the first rank's state becomes everyone's. All ranks call it."""
         tensors, state = stepped_by(optimizer), real_state(vars(optimizer).get("state"))
-        told: dict[int, object] = {place: _copied(state.get(tensors[place])) for place in places}
+        own = {place: state.get(tensors[place]) for place in places}
+        told: dict[int, Any] = {place: (_copied(entry), _of_pieces(entry)) for place, entry in own.items()}
         told = communicator.broadcast_object(told, 0, call)
         for place, (entry, of_pieces) in told.items() if communicator.rank else ():
             tensor = tensors[place]

@@ -122,7 +122,7 @@ Kind = TypeVar("Kind", bound=CutTensor)
 def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices, kind: type[Kind] = CutTensor) -> Kind:  # type: ignore[assignment]
     """``local`` as this process's piece of a tensor that is cut like ``cut``, without a graph."""
     shape = devices.axes.whole_shape(local.shape, cut)
-    made: CutTensor = make_dtensor(CutTensor, local, shape, devices.mesh, devices.placements(cut))
+    made: Kind = make_dtensor(kind, local, shape, devices.mesh, devices.placements(cut))
     made.devices, made.cut, made.whole_shape = devices, cut, torch.Size(shape)
     made.variable, made._is_shown, made.is_value, made.is_gradient = None, False, False, False
     made._gradient = made._seen_gradient = made._lender = None

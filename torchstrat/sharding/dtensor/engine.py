@@ -120,9 +120,7 @@ class _OfOptimizer(_Hooks):
         super().__init__(variables)
         self._kept: dict[int, dict[str, Any]] = {}
 
-    def put_together(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, object]:
-        if not _is_cut(optimizer):
-            return state
+    def put_together(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         found = dict(state["state"])
         for number, parameter in enumerate(parameters):

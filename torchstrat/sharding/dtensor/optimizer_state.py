@@ -30,7 +30,7 @@ class StateEntry(CutTensor):
     """Made by `entry_of` only."""
 
     def __deepcopy__(self, memo: object) -> StateEntry:
-        return entry_of(local_of(self).clone(), self._cut, self._devices)
+        return entry_of(local_of(self).clone(), self.cut, self.devices)
 
 
 has_memory(CutTensor, local_of)
@@ -40,7 +40,7 @@ has_memory(StateEntry, local_of)
 def entry_of(piece: torch.Tensor, cut: Cut, devices: LogicalDevices) -> StateEntry:
     """``piece`` as this process's piece of an entry."""
     made = cut_tensor(piece, cut, devices, StateEntry)
-    made._is_value = True
+    made.is_value = True
     return made
 
 
@@ -60,7 +60,7 @@ def take_states(optimizer: torch.optim.Optimizer, variables: CutVariables, devic
         known = variables.find(variable)
         assert known is not None
         for name in [name for name, value in entries.items() if isinstance(value, torch.Tensor)]:
-            if isinstance(entries[name], StateEntry) and entries[name]._cut == known.cut:
+            if isinstance(entries[name], StateEntry) and entries[name].cut == known.cut:
                 if entries[name]._lender is not None:
                     require_own_memory([entries[name]], f"{type(optimizer).__name__}.step() would step the state of")
                     take_own_memory([entries[name]])

@@ -500,15 +500,14 @@ class CutVariables:
 
     # -- states of optimizers ---------------------------------------------------------------------------------------
 
-    def whole_state(self, tensor: torch.Tensor, value: object) -> object:
-        """An entry of an optimizer's state of ``tensor``, put together if it is a piece."""
-        entry = self.find(tensor)
-        if entry is None or not isinstance(value, torch.Tensor):
+    def whole_state(self, value: object) -> Any:
+        """An entry of an optimizer's state, put together if it is cut."""
+        if not isinstance(value, CutTensor):
             return value
-        return self._devices.whole(local_of(value), value._cut, "optimizer.state_dict()")
+        return self._devices.whole(local_of(value), value.cut, "optimizer.state_dict()")
 
-    def piece_of_state(self, tensor: torch.Tensor, value: object) -> object:
-        """The other way round; a new tensor."""
+    def cut_state(self, tensor: torch.Tensor, value: object) -> Any:
+        """The other way round, for the state of ``tensor``; a new tensor."""
         entry = self.find(tensor)
         if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
             return value

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import is_of_transform, swap_tensor_impl
+from torchstrat.core._torch_private import is_of_transform, own_parameters, swap_tensor_impl, version_of
 from torchstrat.core.creation import MembersWatch, Watcher
 from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.sharding.tpu import _functorch_private as functorch
@@ -86,7 +86,7 @@ class OwnLeaves:
     def _on_member(self, module: nn.Module, name: str, member: object) -> None:
         if not isinstance(member, torch.Tensor):
             return
-        others = [one for one in module._parameters.values() if one is not None]
+        others = [one for one in own_parameters(module).values() if one is not None]
         if not any(self.has(one) or self.is_new(one) for one in others):  # else it is a deep copy
             self._made.members[id(member)] = weakref.ref(member)
 
@@ -169,15 +169,15 @@ class OwnLeaves:
                 "looks at it, of torch.zeros(…, requires_grad=True) or tensor.detach().clone().requires_grad_()."
             ) from error
         self._lanes.notes.add(leaf)
-        self._own[id(leaf)] = _Own(weakref.ref(leaf), self._lanes.behind(leaf)._version)
+        self._own[id(leaf)] = _Own(weakref.ref(leaf), version_of(self._lanes.behind(leaf)))
 
     def edit_alike(self, tensor: torch.Tensor, edit: Callable[[], Any]) -> Any:
         """``tensor``, which differs between replicas, is edited alike on all of them."""
         found = self._found(tensor)
-        is_unchanged = found is not None and found.version == self._lanes.behind(tensor)._version
+        is_unchanged = found is not None and found.version == version_of(self._lanes.behind(tensor))
         edited = edit()
         if found is not None and is_unchanged:
-            self._own[id(tensor)] = found._replace(version=self._lanes.behind(tensor)._version)
+            self._own[id(tensor)] = found._replace(version=version_of(self._lanes.behind(tensor)))
         return edited
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -218,7 +218,7 @@ class OwnLeaves:
             if leaf is None or not self._lanes.is_lane_tensor(leaf):
                 continue
             behind = self._lanes.behind(leaf)
-            if behind._version != own.version or behind.grad is not None:
+            if version_of(behind) != own.version or behind.grad is not None:
                 continue
             value = self._lanes.stacked(leaf).detach()[self._lanes.active[0]].clone()
             with suppress(RuntimeError):  # where others look at it, it stays what it is, and says so when it is used
@@ -231,12 +231,12 @@ class OwnLeaves:
         """``.grad`` of a leaf of each replica's own, the same object until there is another gradient."""
         behind = self._lanes.behind(leaf).grad
         handed = self._handed.get(id(leaf))
-        if handed is not None and handed.behind is behind and handed.behind_version == behind._version:
+        if handed is not None and handed.behind is behind and handed.behind_version == version_of(behind):
             return handed.gradient
         gradient = self._backward.gradient_of(leaf)
         if behind is not None and gradient is not None:
-            version = self._lanes.behind(gradient)._version
-            self._handed[id(leaf)] = _Handed(leaf, behind, behind._version, gradient, version)
+            version = version_of(self._lanes.behind(gradient))
+            self._handed[id(leaf)] = _Handed(leaf, behind, version_of(behind), gradient, version)
         return gradient
 
     def set_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -253,12 +253,12 @@ class OwnLeaves:
             behind = self._lanes.behind(leaf)
             behind.grad = weighted.movedim(0, self._lanes.dim_of(leaf))
         if behind.grad is not None:
-            version = self._lanes.behind(gradient)._version
-            self._handed[id(leaf)] = _Handed(leaf, behind.grad, behind.grad._version, gradient, version)
+            version = version_of(self._lanes.behind(gradient))
+            self._handed[id(leaf)] = _Handed(leaf, behind.grad, version_of(behind.grad), gradient, version)
 
     def before_backward(self) -> None:
         """What a step has made of its gradients in place is what the backward pass adds to."""
         for handed in list(self._handed.values()):
-            if self._lanes.behind(handed.gradient)._version != handed.version:
+            if version_of(self._lanes.behind(handed.gradient)) != handed.version:
                 self.set_gradient(handed.leaf, handed.gradient)
         self._handed.clear()

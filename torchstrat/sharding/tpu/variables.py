@@ -16,6 +16,7 @@ from torchstrat.core._torch_private import (
     hooks_on_gradient,
     is_view,
     own_buffers,
+    own_parameters,
     swap_tensor_impl,
     untouched_by_surroundings,
     version_of,
@@ -127,7 +128,7 @@ class DeviceVariables:
         modules = [
             module
             for module in self._registry.modules()
-            if any(isinstance(one, KeptTensor) for one in module._parameters.values())
+            if any(isinstance(one, KeptTensor) for one in own_parameters(module).values())
         ]
         self._registry.let_go(modules)
 

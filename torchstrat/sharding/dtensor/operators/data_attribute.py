@@ -71,7 +71,7 @@ def show(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 @rule("detach", _OWN.__get__)
 def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
     """The same memory: of a variable, or of its gradient, it may be written to."""
-    found = cut_tensor(local_of(tensor).detach(), tensor.cut, call.devices)
+    found: CutTensor = cut_tensor(local_of(tensor).detach(), tensor.cut, call.devices)
     found.is_value, found.is_gradient, found._lender = tensor.is_value, tensor.is_gradient, tensor._lender
     return found
 

@@ -328,7 +328,7 @@ def _gradient(tensor: CutTensor) -> torch.Tensor | None:
     seen = None if tensor._seen_gradient is None else tensor._seen_gradient()
     if seen is not None and seen._gradient is gradient:
         return seen  # one tensor, as in plain PyTorch: who gives it other memory does so for all who have it
-    found = cut_tensor(gradient.detach(), tensor.cut, tensor.devices)
+    found: CutTensor = cut_tensor(gradient.detach(), tensor.cut, tensor.devices)
     found.is_gradient, found._gradient = True, gradient
     tensor._seen_gradient = weakref.ref(found)
     return found
