@@ -388,7 +388,7 @@ class ProcessBuffers:
         found = {name: slot for name, slot in named.items() if self._is_compared(slot)}
         own = {name: (_kind(slot.tensor), _print_of(slot.tensor)) for name, slot in found.items()}
         everyone = communicator.all_gather_object(own, call)
-        counted = shares(ReduceOp.MEAN, self._weights.in_buffers(communicator.ranks, weights))
+        counted = shares(ReduceOp.MEAN, self._weights.in_buffers(range(len(weights)), weights))
         source = next(rank for rank, share in enumerate(counted) if share)
         level: list[torch.Tensor] = []
         done: set[int] = set()  # a tensor may be several modules' buffer
