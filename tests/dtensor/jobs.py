@@ -263,10 +263,26 @@ def edited_states(logical: int) -> dict[str, torch.Tensor]:
 
         for edit in (lambda number: None, add, replace, forget, add):
             strategy.run(step, args=(edit,))
+        strategy.extended.check_replicas()
         found = copied(model.state_dict())
         for number, entries in optimizer.state_dict()["state"].items():
             found |= {f"{number} {name}": value for name, value in entries.items()}
         return dict(sorted(copied(found).items()))
+
+
+def drifted(logical: int) -> str:
+    """What is said where the replicas' optimizers have been edited differently between runs."""
+    with strategy_of("mlp", logical) as strategy:
+        with strategy.scope():
+            model: Any = build("mlp")
+            optimizer = torch.optim.Adam(model.parameters())
+        _steps(strategy, model, optimizer)
+        optimizer.state[model[1].weight]["exp_avg"].add_(float(_rank() // logical))
+        try:
+            strategy.extended.check_replicas()
+        except ts.errors.ReplicaDriftError as error:
+            return str(error)
+        return "nothing"
 
 
 def _with_parameter(s: Any, parameter: Any, use: Callable[[Any], Any]) -> None:

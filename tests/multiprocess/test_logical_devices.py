@@ -100,6 +100,11 @@ def test_what_replicas_change_of_an_optimizers_state_is_the_first_ones(four_proc
         same([*found.values()], [*expected.values()], "edited")
 
 
+def test_optimizers_that_have_drifted_apart_are_found(four_processes: Workers) -> None:
+    for said in four_processes.run(jobs.drifted, 2):
+        assert re.search("state exp_avg of parameter .* of Adam.* is not the same on all replicas", said)
+
+
 def same(found: list[Any], expected: list[Any], name: str) -> None:
     assert len(found) == len(expected), name
     for one, other in zip(found, expected, strict=True):

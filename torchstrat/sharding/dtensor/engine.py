@@ -260,7 +260,8 @@ class LogicalReplicas:
         self._take()
 
     def check_replicas(self, when: str) -> None:
-        self._inner.check_replicas(when)
+        with self.variables.inside():
+            self._inner.check_replicas(when)
 
     def set_no_sync(self, active: bool) -> None:
         self._inner.set_no_sync(active)
