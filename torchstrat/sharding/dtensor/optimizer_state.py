@@ -108,12 +108,18 @@ def as_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables, devices
         for variable, entries in _entries(optimizer, variables):
             known = variables.find(variable)
             assert known is not None
-            shape = devices.axes.piece_shape(known.shape, known.cut)
             for name, value in entries.items():
                 if id(value) in stand_for:
                     entries[name] = stand_for[id(value)]
-                elif isinstance(value, torch.Tensor) and type(value) is not StateEntry and tuple(value.shape) == shape:
+                elif type(value) is StateEntry or not _has_dims(value):
+                    continue
+                elif tuple(value.shape) == devices.axes.piece_shape(known.shape, known.cut):
                     entries[name] = entry_of(value, known.cut, devices)
+
+
+def _has_dims(value: object) -> bool:
+    """False for a count of steps, of which every parameter has one."""
+    return isinstance(value, torch.Tensor) and (type(value) is StateEntry or value.ndim > 0)
 
 
 def _entries(
