@@ -288,6 +288,14 @@ RAISE_WHERE_CUT = {
     *("weights_exchanged_as_a_vector", "weights_exchanged_as_a_vector_uneven", "gradients_given_between_steps"),
     "parametrized_half_way",
     *("edited_in_numpy_half_way", "inner_optimizer_over_a_copy"),
+    *("count_in_optimizer_state", "weights_moved_by_optimizer", "assigned_gradients_uneven"),
+    *("assigned_gradients_in_place_uneven", "parameter_made_in_forward"),
+    # outside of runs, where no process has values
+    *("stepped_outside_of_runs", "clipped_between_runs", "sums_clipped_between_runs", "penalized_between_runs"),
+    *("sums_penalized_between_runs", "penalized_up_to_the_next_run", "sums_penalized_up_to_the_next_run"),
+    *("penalties_alone", "penalties_alone_zeroed", "penalties_alone_idle", "penalties_alone_also_idle"),
+    # what is loaded is cut, and not the tensor that was given: stands in "Known wrong"
+    *("snapshot_loaded_again", "snapshot_loaded_again_idle"),
 }
 ALWAYS = (
     "several_backwards",

@@ -59,7 +59,7 @@ def take_states(optimizer: torch.optim.Optimizer, variables: CutVariables, devic
     for variable, entries in _entries(optimizer, variables):
         known = variables.find(variable)
         assert known is not None
-        for name in [name for name, value in entries.items() if isinstance(value, torch.Tensor)]:
+        for name in [name for name, value in entries.items() if _has_dims(value)]:
             if isinstance(entries[name], StateEntry) and entries[name].cut == known.cut:
                 if entries[name]._lender is not None:
                     require_own_memory([entries[name]], f"{type(optimizer).__name__}.step() would step the state of")
