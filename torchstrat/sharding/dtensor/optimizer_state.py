@@ -8,9 +8,9 @@ so has the engine (`torchstrat.core.pieces.memory_of`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,8 +22,21 @@ from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory, take_own_memory
 
-if TYPE_CHECKING:
-    from torchstrat.sharding.dtensor.parameters import CutVariables
+
+class _Known(Protocol):
+    """How a variable is cut."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def cut(self) -> Cut: ...
+
+
+class _Variables(Protocol):
+    """Those of a strategy: `torchstrat.sharding.dtensor.parameters.CutVariables`, which uses this module."""
+
+    def cut_in(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]: ...
+    def find(self, tensor: torch.Tensor) -> _Known | None: ...
 
 
 class StateEntry(CutTensor):
@@ -51,7 +64,7 @@ def cut_entry(value: torch.Tensor, cut: Cut, devices: LogicalDevices) -> StateEn
         return entry_of(piece.to(devices.device, copy=True).contiguous(), cut, devices)
 
 
-def take_states(optimizer: torch.optim.Optimizer, variables: CutVariables, devices: LogicalDevices) -> None:
+def take_states(optimizer: torch.optim.Optimizer, variables: _Variables, devices: LogicalDevices) -> None:
     """Before a step: what the program has put in the place of entries is cut like these.
 
     Raises `UnsupportedError` where it still has that under another name: the step would change it in pieces.
@@ -93,7 +106,7 @@ def _take(entries: dict[Any, Any], name: Any, cut: Cut, devices: LogicalDevices)
 
 
 @contextmanager
-def as_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables, devices: LogicalDevices) -> Iterator[None]:
+def as_pieces(optimizer: torch.optim.Optimizer, variables: _Variables, devices: LogicalDevices) -> Iterator[None]:
     """In this block entries are this process's pieces, for the optimizer to step; what it makes of them is an entry
     behind it."""
     stand_for: dict[int, StateEntry] = {}
@@ -122,9 +135,7 @@ def _has_dims(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) is StateEntry or value.ndim > 0)
 
 
-def _entries(
-    optimizer: torch.optim.Optimizer, variables: CutVariables
-) -> Iterator[tuple[torch.Tensor, dict[Any, Any]]]:
+def _entries(optimizer: torch.optim.Optimizer, variables: _Variables) -> Iterator[tuple[torch.Tensor, dict[Any, Any]]]:
     for variable in variables.cut_in(optimizer):
         entries = optimizer.state.get(variable)
         if isinstance(entries, dict):
