@@ -1,7 +1,8 @@
 """What the files here train, and plain PyTorch doing the same: one replica after the other, in a loop.
 
 Nothing of torchstrat is in the reference. A replica's batch norm sees the replica's rows alone, so its running
-statistics start each step from the same values on all replicas, and go on from the mean of what they came to.
+statistics start each step from the same values on all replicas, and go on from the mean of what they came to, weighted
+by rows.
 """
 
 from __future__ import annotations
@@ -128,12 +129,13 @@ def weighted_backward(model: nn.Module, batch: Batch, rows: Sequence[int], loss_
         (loss * len(chunk[0]) / sum(rows)).backward()
         losses.append(loss.detach())
         after.append(copy.deepcopy(dict(model.named_buffers())))
-    _set_buffers(model, {name: _merged([one[name] for one in after]) for name in before})
+    shares = torch.tensor(list(filter(None, rows))) / sum(rows)
+    _set_buffers(model, {name: _merged([one[name] for one in after], shares) for name in before})
     return torch.stack(losses)
 
 
-def _merged(values: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(values).mean(dim=0) if values[0].is_floating_point() else values[0]
+def _merged(values: list[torch.Tensor], shares: torch.Tensor) -> torch.Tensor:
+    return torch.tensordot(shares, torch.stack(values), dims=1) if values[0].is_floating_point() else values[0]
 
 
 @torch.no_grad()
