@@ -119,6 +119,7 @@ _get_seed: Callable[[str], int] = _look_up("_XLAC._xla_get_rng_seed")
 _mesh: Callable[..., Any] = _look_up("distributed.spmd.Mesh")
 _op_sharding: Callable[..., Any] = _look_up("distributed.spmd.Mesh.get_op_sharding")
 _mark: Callable[[torch.Tensor, Any], None] = _look_up("_XLAC._xla_mark_sharding")
+_wait_for_programs: Callable[[list[str]], None] = _look_up("_XLAC._xla_wait_device_ops")
 _clear: Callable[[torch.Tensor], None] = _look_up("_XLAC._xla_clear_sharding")
 _spec_of: Callable[[torch.Tensor], str] = _look_up("_XLAC._get_xla_sharding_spec")
 _from_shards: Callable[..., torch.Tensor] = _look_up("_XLAC._global_tensor_from_cpu_shards")
@@ -154,7 +155,13 @@ class XlaRuntime:
         wanted = _compiled_sharding(sharding, grid)
         if _spec_of(tensor):
             _clear(tensor)
-        _mark(tensor, wanted)
+        try:
+            _mark(tensor, wanted)
+        except RuntimeError as error:
+            if "Data does not present" not in str(error):
+                raise
+            _wait_for_programs([])  # the one that computes it still runs
+            _mark(tensor, wanted)
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
         return _spec_of(tensor)
