@@ -343,13 +343,12 @@ class SpmdReplicas:
             # it would wait for the program that still runs, and recording goes on beside it.
             self._runtime.execute()
         self._stream.begin()
-        before = self._before = ValuesBefore(self.registry)
+        before = self._before = ValuesBefore(self.registry, several=self._num_replicas > 1)
         try:
             with self._runtime.tracing(), optimizers_watched(before.stepped):
                 result = record()
         except BaseException:
-            if self._num_replicas > 1:
-                before.put_back()
+            before.put_back()
             raise
         finally:
             self._stream.end()

@@ -47,17 +47,18 @@ class ValuesBefore:
     """What a run that fails puts back, as on every strategy: buffers as before the run, parameters as after its last
     step of an optimizer.
 
-    Copies are recorded and not computed: no program that runs has them as results.
+    Copies are recorded and not computed: no program that runs has them as results. ``several``: whether there are
+    several replicas; with one, nothing is put back, and what a step does to a buffer counts once.
     """
 
-    def __init__(self, registry: VariableRegistry) -> None:
+    def __init__(self, registry: VariableRegistry, *, several: bool) -> None:
         self._registry = registry
-        self._variables = {id(tensor): tensor for tensor in registry.tensors()}
+        self._variables = {id(tensor): tensor for tensor in registry.tensors()} if several else {}
         self._edited: dict[int, torch.Tensor] = {}
         with untouched_by_surroundings():
             self._buffers = [
                 (slot, tensor, version_of(tensor), tensor.detach().clone())
-                for slot in registry.buffer_slots()
+                for slot in (registry.buffer_slots() if several else ())
                 if (tensor := slot.tensor) is not None and slot.has_values and not functorch.is_batched(tensor)
             ]
 
