@@ -52,7 +52,8 @@ def works(strategy: ts.Strategy) -> bool:
 
 
 def names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
+    """Of the replicas' threads: others end in their own time."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchstrat-Mirrored")]
 
 
 def open_files() -> int:
@@ -130,7 +131,7 @@ def test_neither_threads_nor_files_pile_up_and_each_replica_keeps_its_own(strate
         strategy.run(meet)
     assert strategy.local_results(strategy.run(threading.get_ident)) == first
     assert names() == made
-    assert open_files() == files
+    assert open_files() <= files
 
 
 def test_both_go_with_the_strategy() -> None:
@@ -143,7 +144,7 @@ def test_both_go_with_the_strategy() -> None:
         del strategy
         gc.collect()
         assert names() == before
-        assert open_files() == files
+        assert open_files() <= files
 
 
 def test_a_closed_strategy_that_runs_again_makes_new_threads(strategy: ts.Strategy) -> None:

@@ -95,7 +95,7 @@ def test_a_full_device_is_an_error_and_leaves_nothing_open() -> None:
         pytest.raises(NoRoomError, match="4,096 bytes of shared memory are needed: No space left"),
     ):
         Segment.allocate(4096)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def locksteps(size: int, pidfds: list[int]) -> list[Lockstep]:
