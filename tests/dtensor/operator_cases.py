@@ -411,7 +411,7 @@ call(
 
 # -- images --------------------------------------------------------------------------------------------------------
 
-_BANDS = "bands that do not make the same band of the result (see torchstrat.sharding.dtensor.operators.convolution)"
+_BANDS = "bands that do not make the same band of the result (see torchstrat.sharding.dtensor.operators.contraction)"
 
 
 @case("conv2d", refuses=_BANDS)

@@ -15,8 +15,7 @@ from torchstrat.distributed.collectives import agreement, notes, process_group, 
 from torchstrat.distributed.collectives.notes import FailureBoard
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.replicas.per_process import engine as per_process
-from torchstrat.sharding.dtensor.devices import LogicalDevices
-from torchstrat.sharding.dtensor.same_calls import SameCalls
+from torchstrat.sharding.dtensor.devices import LogicalDevices, SameCalls
 
 SHARED, SOCKETS = "torchrun mirrored", "torchrun multi_worker_mirrored"
 

@@ -37,7 +37,7 @@ from torchstrat.replicas.in_process.component_attributes import ComponentAttribu
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.newborn import Twins
-from torchstrat.sharding.tpu.own_leaves import OwnLeaves
+from torchstrat.sharding.tpu.edits import OwnLeaves
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN, places.TPU)
 Kept = dict[str, Any]

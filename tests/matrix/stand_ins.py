@@ -37,11 +37,10 @@ from tests.matrix.tensor_operations import (
     samples_of,
 )
 from torchstrat.core import pieces
-from torchstrat.core._torch_private import DisableTorchDispatch
+from torchstrat.core._torch_private import DisableTorchDispatch, DisableTorchFunctionSubclass
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.sharding.dtensor import cut_tensors, no_values
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.cut_tensors import recut, whole
+from torchstrat.sharding.dtensor.cut_tensors import local_of, recut, whole
 from torchstrat.sharding.dtensor.devices import LogicalAxes
 from torchstrat.sharding.dtensor.no_values import METADATA
 from torchstrat.sharding.dtensor.operators import elementwise, reductions, rules
@@ -172,7 +171,7 @@ def _in_a_checkpointed_block(call: Callable[[], Any]) -> Any:
 
 def _below_functions(call: Callable[[], Any]) -> Any:
     """As PyTorch calls what it is made of: no class of tensors and no mode is asked."""
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         return call()
 
 
@@ -395,7 +394,7 @@ _FIRST, _LAST, _ALL, _TWICE, _REFUSES, _PARAMETER, _OUTSIDE = (
 
 
 def _unreported(function: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    with WithoutSubclasses(), DisableTorchDispatch():
+    with DisableTorchFunctionSubclass(), DisableTorchDispatch():
         return function(*args, **(kwargs or {}))
 
 

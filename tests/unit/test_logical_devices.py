@@ -18,7 +18,7 @@ from torchstrat.data import TensorSpec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.sharding.annotations import check_logical_device_id, check_split
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, Traffic, cut_axes, make_groups
-from torchstrat.sharding.dtensor.launch import Alone
+from torchstrat.sharding.dtensor.replica_axis import Alone
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)

@@ -18,8 +18,16 @@ from torch import nn
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.annotations import ShardingRules
 from torchstrat.sharding.explain import Explanation, explain_tensors
-from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding, logical_axis
-from torchstrat.sharding.layout import ShardedEntry, joined_names, runs, size_text
+from torchstrat.sharding.grid import (
+    REPLICA_AXIS,
+    DeviceGrid,
+    ShardedEntry,
+    Sharding,
+    joined_names,
+    logical_axis,
+    runs,
+    size_text,
+)
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 

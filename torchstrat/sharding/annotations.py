@@ -29,8 +29,7 @@ import numpy as np
 import torch
 
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding, logical_axis
-from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, ShardedEntry, Sharding, logical_axis
 
 if TYPE_CHECKING:
     from torchstrat.sharding.dtensor.devices import Traffic

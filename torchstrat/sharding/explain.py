@@ -23,10 +23,11 @@ from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.context import StrategyLike, get_strategy
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.annotations import Annotator, LogicalDeviceMethods, ShardingRules
-from torchstrat.sharding.grid import DeviceGrid, Sharding
-from torchstrat.sharding.layout import (
+from torchstrat.sharding.grid import (
+    DeviceGrid,
     Layout,
     ShardedEntry,
+    Sharding,
     drawing,
     grid_table,
     joined_names,

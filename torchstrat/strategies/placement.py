@@ -112,7 +112,7 @@ def place_replicas(
         central = places[0] if isinstance(policy, PrimaryUpdate) else None
         strategy._engine = InProcessReplicas(strategy, found, central, op, local)
     elif logical is not None and logical.devices > 1:
-        from torchstrat.sharding.dtensor.launch import replicas_of_processes
+        from torchstrat.sharding.dtensor.engine import replicas_of_processes
 
         strategy._engine = strategy._annotator = replicas_of_processes(
             strategy,

@@ -16,6 +16,9 @@ one, so that there are second derivatives as well.
 
 from __future__ import annotations
 
+import importlib
+import math
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -23,9 +26,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, look_up, raise_on_data_pointer
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of, make_dtensor
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
+
+# What is not public API; a release of torch may move it.
+_spec_module = importlib.import_module("torch.distributed.tensor._dtensor_spec")
+_DTensorSpec = look_up("DTensorSpec", _spec_module)
+_TensorMeta = look_up("TensorMeta", _spec_module)
+look_up("_local_tensor", DTensor)  # type: ignore[arg-type]
+look_up("_spec", DTensor)  # type: ignore[arg-type]
+local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""This process's piece, the tensor itself: no graph, no copy."""
 
 STAND_IN = "_stand_in"
 """The attribute of a variable under which a step finds the `CutTensor` that stands in for it."""
@@ -102,7 +114,7 @@ class CutTensor(DTensor):
         raise refused("Tensor.const_data_ptr")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             shape, dtype = tuple(self.shape), self.dtype
         return f"CutTensor(shape={shape}, dtype={dtype}, piece={tuple(local_of(self).shape)}, cut={self.cut})"
 
@@ -122,7 +134,12 @@ Kind = TypeVar("Kind", bound=CutTensor)
 def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices, kind: type[Kind] = CutTensor) -> Kind:  # type: ignore[assignment]
     """``local`` as this process's piece of a tensor that is cut like ``cut``, without a graph."""
     shape = devices.axes.whole_shape(local.shape, cut)
-    made: Kind = make_dtensor(kind, local, shape, devices.mesh, devices.placements(cut))
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = _TensorMeta(torch.Size(shape), stride, local.dtype)
+    with DisableTorchFunctionSubclass():
+        spec = _DTensorSpec(devices.mesh, devices.placements(cut), tensor_meta=meta)
+        made = kind(local, spec, requires_grad=False)
+    raise_on_data_pointer(made)  # it has no memory, and who asks no class would take a null pointer for one
     made.devices, made.cut, made.whole_shape = devices, cut, torch.Size(shape)
     made.variable, made._is_shown, made.is_value, made.is_gradient = None, False, False, False
     made._gradient = made._seen_gradient = made._lender = None
@@ -133,12 +150,12 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
     """Of the whole tensor."""
     if isinstance(tensor, CutTensor):
         return tensor.whole_shape
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         return tensor.shape
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         return tensor.requires_grad
 
 

@@ -17,16 +17,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchstrat.core import context, nest
 from torchstrat.core._torch_private import own_parameters
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import StrategyLike
+from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import InputLayout, ReplicaStates
 from torchstrat.core.errors import ContextError, ReplicaDivergenceError
 from torchstrat.core.memory import Copies
@@ -34,20 +37,23 @@ from torchstrat.core.randomness import state_of
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import PerReplica
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.collectives.agreement import INPUT, agree, all_equal, code, fingerprint
+from torchstrat.distributed.cluster import ProcessPlan
+from torchstrat.distributed.collectives.agreement import INPUT, SumsInPlace, agree, all_equal, code, fingerprint
+from torchstrat.distributed.collectives.process_group import abandon
+from torchstrat.distributed.collectives.shared_memory.neighbours import NotNeighboursError
+from torchstrat.distributed.collectives.shm import SharedMemoryCommunicator, choose_communicator
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.sharding.annotations import Assignments, ShardingRules
 from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, recut, whole
-from torchstrat.sharding.dtensor.devices import LogicalDevices, Traffic
+from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, SameCalls, Traffic, make_groups, make_mesh
 from torchstrat.sharding.dtensor.operators import with_stand_ins
 from torchstrat.sharding.dtensor.operators.data_attribute import both_are_asked
 from torchstrat.sharding.dtensor.parameters import CutVariables
-from torchstrat.sharding.dtensor.replica_axis import FirstOfReplica
+from torchstrat.sharding.dtensor.replica_axis import Alone, FirstOfReplica, Forwarding, OwnColumn, OwnColumnInPlace
 from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
-from torchstrat.sharding.grid import DeviceGrid, Sharding
-from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.grid import DeviceGrid, ShardedEntry, Sharding
 
 
 def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: Any) -> None:
@@ -412,3 +418,124 @@ def _put_together(leaf: object) -> object:
     if not isinstance(leaf, PerReplica) or not any(isinstance(value, CutTensor) for value in leaf.values):
         return leaf
     return PerReplica(tuple(map(whole, leaf.values)), replica_ids=leaf.replica_ids, weights=leaf.weights)
+
+
+def replicas_of_processes(
+    strategy: StrategyLike,
+    plan: ProcessPlan,
+    device: str,
+    op: ReduceOp,
+    timeout: timedelta,
+    *,
+    collectives: str,
+    mesh_shape: Sequence[int],
+    rules: ShardingRules | None,
+) -> LogicalReplicas:
+    """Every process of the job calls it; ``plan.size`` is a multiple of the logical devices."""
+    axes = LogicalAxes(mesh_shape)
+    logical = axes.num_logical_devices
+    replicas, own = plan.size // logical, plan.rank % logical
+    everyone, why = choose_communicator(plan, device, timeout, collectives)
+    groups = _Groups(everyone)
+    try:
+        columns = [groups.of(tuple(range(start, plan.size, logical))) for start in range(logical)]
+        within = make_groups(axes, replicas, plan.rank, groups.of)
+        mesh = make_mesh(axes, replicas, device)
+        column = groups.fastest(columns[own])
+        of_column = OwnColumnInPlace if isinstance(column, SumsInPlace) else OwnColumn
+        devices = LogicalDevices(
+            axes,
+            mesh,
+            own,
+            {chosen: groups.fastest(group) for chosen, group in within.items()},
+            torch_device(device),
+            groups.same_calls(replicas, plan.rank // logical, logical),
+        )
+        made = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+
+        return LogicalReplicas(
+            strategy,
+            everyone,
+            of_column(column, _Closing(everyone, groups, made), logical),
+            devices,
+            device,
+            op,
+            rules,
+            communication=f"{why}; {logical} logical devices in each replica",
+        )
+    except BaseException:
+        groups.close()
+        everyone.close()
+        raise
+
+
+class _Groups:
+    """The parts of a job that talk among themselves, each made once."""
+
+    def __init__(self, everyone: Communicator) -> None:
+        self._everyone = everyone
+        self._quick: list[SharedMemoryCommunicator] = []
+        self._fastest: dict[tuple[int, ...], Communicator] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> Communicator:
+        """Every process of the job calls it."""
+        if len(ranks) == 1:
+            return Alone(ranks[0], self._everyone.timeout)
+        return self._everyone.subgroup(ranks)
+
+    def same_calls(self, replicas: int, own: int, logical: int) -> SameCalls | None:
+        """Of the processes of replica ``own``; None where all talk in shared memory, which compares calls by itself.
+        Every process of the job calls it."""
+        if logical == 1 or isinstance(self._everyone, SharedMemoryCommunicator):
+            return None
+        channels = self._everyone.split()
+        of_replicas = [
+            channels.subgroup(tuple(range(replica * logical, (replica + 1) * logical))) for replica in range(replicas)
+        ]
+        return SameCalls(of_replicas[own])
+
+    def fastest(self, group: Communicator) -> Communicator:
+        """In shared memory, where the job is. The group's own processes call it."""
+        if isinstance(group, Alone) or not isinstance(self._everyone, SharedMemoryCommunicator):
+            return group
+        if group.ranks not in self._fastest:
+            try:
+                quick = SharedMemoryCommunicator(_Borrowed(group))  # type: ignore[arg-type]
+            except NotNeighboursError:
+                return group
+            self._quick.append(quick)
+            self._fastest[group.ranks] = quick
+        return self._fastest[group.ranks]
+
+    def close(self) -> None:
+        while self._quick:
+            self._quick.pop().close()
+
+
+class _Borrowed:
+    """A group that outlives who uses it."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> object:
+        found: object = getattr(self._group, name)
+        return found
+
+    def close(self) -> None: ...
+
+
+class _Closing(Forwarding):
+    """All processes of the job; closing them closes what was made of them."""
+
+    def __init__(self, everyone: Communicator, groups: _Groups, made: list[dist.ProcessGroup]) -> None:
+        """``made``: groups of torch's own."""
+        super().__init__(everyone)
+        self._groups = groups
+        self._abandon = weakref.finalize(self, abandon, made)
+        self._abandon.atexit = False
+
+    def close(self) -> None:
+        self._groups.close()
+        self._abandon()
+        super().close()

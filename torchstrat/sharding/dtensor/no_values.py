@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from torchstrat.core import gradients
-from torchstrat.core._torch_private import foreach_zero_
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_zero_
 from torchstrat.core.errors import ContextError
 from torchstrat.core.operands import tensors_in
 from torchstrat.core.pieces import piece_of
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses
 
 
 def getters(*names: str) -> set[Any]:
@@ -121,7 +120,7 @@ def _class_of(kind: type) -> type:
     def torch_function(
         cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
     ) -> object:
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             return _asked(func, args, kwargs or {})
 
     members = {

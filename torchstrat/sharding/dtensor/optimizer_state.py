@@ -14,11 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from torchstrat.core._torch_private import tensors_in_storage
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, tensors_in_storage
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.pieces import has_memory, memory_of
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, shape_of
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, local_of, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory, take_own_memory
 
@@ -90,7 +89,7 @@ def take_states(optimizer: torch.optim.Optimizer, variables: _Variables, devices
 
 def _take(entries: dict[Any, Any], name: Any, cut: Cut, devices: LogicalDevices) -> None:
     value = entries[name]
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         memory = memory_of(value)
         base = memory._base
         is_shared = tensors_in_storage(memory) > 1 + (base is not None)

@@ -47,8 +47,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.dtensor import optimizer_state
-from torchstrat.sharding.dtensor._torch_dtensor import local_of
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave, local_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import Note, without_values
 from torchstrat.sharding.grid import Sharding

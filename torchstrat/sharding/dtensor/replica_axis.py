@@ -1,4 +1,4 @@
-"""The processes of a job as replicas: two ways for a strategy to talk along the replica axis only."""
+"""The processes of a job as replicas: ways for a strategy to talk along the replica axis only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,65 @@ import torch
 
 from torchstrat.core.communicator import Communicator, Words, Work
 from torchstrat.distributed.collectives.agreement import SumsInPlace
+from torchstrat.distributed.collectives.process_group import Done
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 
 
-class FirstOfReplica:
+class Forwarding:
+    """A `Communicator` whose calls are another one's, but for those that a class says."""
+
+    def __init__(self, to: Communicator) -> None:
+        self._to = to
+        self.rank, self.size, self.ranks = to.rank, to.size, to.ranks
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._to.timeout
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
+        return self._to.all_reduce(tensor, what)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        self._to.broadcast(tensor, source, what)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        return self._to.all_gather(tensor, what)
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        return self._to.all_gather_numbers(numbers, what)
+
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
+        return self._to.all_gather_object(value, what)
+
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
+        return self._to.broadcast_object(value, source, what)
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        return self._to.subgroup(ranks)
+
+    def split(self) -> Communicator:
+        return self._to.split()
+
+    def barrier(self, what: str) -> None:
+        self._to.barrier(what)
+
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._to.report_failure(message, leaves=leaves)
+
+    def words(self, what: str) -> Words:
+        return self._to.words(what)
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        return self._to.calls_differ(what, is_over=is_over)
+
+    def forget_failure(self) -> None:
+        self._to.forget_failure()
+
+    def close(self) -> None:
+        self._to.close()
+
+
+class FirstOfReplica(Forwarding):
     """A channel on which each replica speaks with one voice, that of its first logical device.
 
     ``rank`` and ``size`` count replicas. All processes take part in every call and get the same; what processes other
@@ -22,59 +77,41 @@ class FirstOfReplica:
     """
 
     def __init__(self, everyone: Communicator, logical_devices: int) -> None:
-        self._everyone, self._logical = everyone, logical_devices
+        super().__init__(everyone)
+        self._logical = logical_devices
         self.rank, self.size = everyone.rank // logical_devices, everyone.size // logical_devices
         self.ranks = everyone.ranks[::logical_devices]
 
-    @property
-    def timeout(self) -> timedelta:
-        return self._everyone.timeout
-
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
-        if self._everyone.rank % self._logical:
+        if self._to.rank % self._logical:
             tensor.zero_()
-        return self._everyone.all_reduce(tensor, what)
+        return super().all_reduce(tensor, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        self._everyone.broadcast(tensor, source * self._logical, what)
+        super().broadcast(tensor, source * self._logical, what)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        return self._everyone.all_gather(tensor, what)[:: self._logical]
+        return super().all_gather(tensor, what)[:: self._logical]
 
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
-        return self._everyone.all_gather_numbers(numbers, what)[:: self._logical]
+        return super().all_gather_numbers(numbers, what)[:: self._logical]
 
     def all_gather_object(self, value: object, what: str) -> list[Any]:
-        return self._everyone.all_gather_object(value, what)[:: self._logical]
+        return super().all_gather_object(value, what)[:: self._logical]
 
     def broadcast_object(self, value: object, source: int, what: str) -> Any:
-        return self._everyone.broadcast_object(value, source * self._logical, what)
+        return super().broadcast_object(value, source * self._logical, what)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
         raise NotImplementedError("input pipelines talk to all replicas")
 
     def split(self) -> Communicator:
-        return FirstOfReplica(self._everyone.split(), self._logical)
-
-    def barrier(self, what: str) -> None:
-        self._everyone.barrier(what)
-
-    def report_failure(self, message: str, *, leaves: bool = False) -> None:
-        self._everyone.report_failure(message, leaves=leaves)
-
-    def words(self, what: str) -> Words:
-        return self._everyone.words(what)
-
-    def calls_differ(self, what: str, *, is_over: bool) -> str:
-        return self._everyone.calls_differ(what, is_over=is_over)
-
-    def forget_failure(self) -> None:
-        self._everyone.forget_failure()
+        return FirstOfReplica(super().split(), self._logical)
 
     def close(self) -> None: ...
 
 
-class OwnColumn:
+class OwnColumn(Forwarding):
     """The processes that are the same logical device of every replica: what gradients are combined over.
 
     All columns do the same at the same time. Groups are made by all processes of a job, so each makes those of the
@@ -86,30 +123,8 @@ class OwnColumn:
     """
 
     def __init__(self, column: Communicator, everyone: Communicator, logical_devices: int) -> None:
-        self._column, self._everyone, self._logical = column, everyone, logical_devices
-        self.rank, self.size, self.ranks = column.rank, column.size, column.ranks
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._column.timeout
-
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
-        return self._column.all_reduce(tensor, what)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        self._column.broadcast(tensor, source, what)
-
-    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        return self._column.all_gather(tensor, what)
-
-    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
-        return self._column.all_gather_numbers(numbers, what)
-
-    def all_gather_object(self, value: object, what: str) -> list[Any]:
-        return self._column.all_gather_object(value, what)
-
-    def broadcast_object(self, value: object, source: int, what: str) -> Any:
-        return self._column.broadcast_object(value, source, what)
+        super().__init__(column)
+        self._everyone, self._logical = everyone, logical_devices
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
         """``ranks``: of replicas."""
@@ -123,17 +138,11 @@ class OwnColumn:
     def split(self) -> Communicator:
         return self
 
-    def barrier(self, what: str) -> None:
-        self._column.barrier(what)
-
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._everyone.report_failure(message, leaves=leaves)
 
     def words(self, what: str) -> Words:
         return self._everyone.words(what)
-
-    def calls_differ(self, what: str, *, is_over: bool) -> str:
-        return self._column.calls_differ(what, is_over=is_over)
 
     def forget_failure(self) -> None:
         self._everyone.forget_failure()
@@ -145,17 +154,82 @@ class OwnColumn:
 class OwnColumnInPlace(OwnColumn):
     """The same where they add up in place, or there is but one: then gradients stay where they are."""
 
-    _column: SumsInPlace
+    _to: SumsInPlace
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
-        self._column.sum_in_place(tensors, factor, what)
+        self._to.sum_in_place(tensors, factor, what)
 
     def all_gather_numbers_and_sum(
         self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
     ) -> tuple[list[list[float]], Callable[[float], None] | None]:
-        return self._column.all_gather_numbers_and_sum(numbers, tensors, what)
+        return self._to.all_gather_numbers_and_sum(numbers, tensors, what)
 
     def sum_to_owners(
         self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
     ) -> None:
-        self._column.sum_to_owners(tensors, factor, owned, what)
+        self._to.sum_to_owners(tensors, factor, owned, what)
+
+
+class Alone:
+    """Of a process that has nobody to talk to: one replica, or an axis of one.
+
+    See `Communicator` and `SumsInPlace` for what the methods promise. ``rank_of_job`` is this process's.
+    """
+
+    rank, size = 0, 1
+
+    def __init__(self, rank_of_job: int, timeout: timedelta) -> None:
+        self.ranks = (rank_of_job,)
+        self.timeout = timeout
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Done:
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None: ...
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        return [tensor.detach().clone()]
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        return [[float(number) for number in numbers]]
+
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: object, source: int, what: str) -> Any:
+        return value
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Alone:
+        return self
+
+    def split(self) -> Alone:
+        return self
+
+    def barrier(self, what: str) -> None: ...
+
+    def report_failure(self, message: str, *, leaves: bool = False) -> None: ...
+
+    def words(self, what: str) -> Words:
+        raise NotImplementedError("a rank that is alone has nobody to tell")
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        raise NotImplementedError("a rank that is alone has nobody to differ from")
+
+    def forget_failure(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
+        if factor != 1.0:
+            for tensor in tensors:
+                tensor.mul_(factor)
+
+    def all_gather_numbers_and_sum(
+        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
+        return self.all_gather_numbers(numbers, what), None
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        self.sum_in_place(tensors, factor, what)

@@ -12,6 +12,7 @@ import torch
 from torchstrat.core._torch_private import (
     DisableTorchDispatch,
     DisableTorchFunction,
+    DisableTorchFunctionSubclass,
     clipping_hooks,
     hooks_after_step,
     hooks_before_step,
@@ -24,8 +25,7 @@ from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
 from torchstrat.core.pieces import plain_kind
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, local_of
 from torchstrat.sharding.dtensor.operators import apply
 from torchstrat.sharding.dtensor.operators.data_attribute import (
     require_own_memory,
@@ -97,7 +97,7 @@ def _no_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _no_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         return _no_memory(tensor.dtype, tensor.device).expand(tensor.shape)
 
 

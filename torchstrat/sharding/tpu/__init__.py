@@ -3,8 +3,9 @@
 Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor torch_xla.
 """
 
+import sys
+
 from torchstrat.distributed.tpu_topology import Topology
-from torchstrat.sharding.tpu import experimental
 from torchstrat.sharding.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment, DeviceOrderMode
 from torchstrat.sharding.tpu.system import experimental_connect_to_cluster, initialize_tpu_system
 
@@ -17,3 +18,6 @@ __all__ = [
     "experimental_connect_to_cluster",
     "initialize_tpu_system",
 ]
+
+experimental = sys.modules[__name__]
+"""Where older TensorFlow programs look for these names."""

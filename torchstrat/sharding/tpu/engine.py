@@ -31,8 +31,7 @@ from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
 from torchstrat.replicas.in_process.baton import WorkerThreads
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.annotations import Assignments
-from torchstrat.sharding.grid import DeviceGrid, Sharding
-from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.grid import DeviceGrid, ShardedEntry, Sharding
 from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs

@@ -1,6 +1,7 @@
 """What a recorded step cannot do, in words that help: functorch's errors are about functorch.
 
-They name the line of the user's code: `current_place`.
+They name the line of the user's code: `current_place`. What the compiler has other numbers for, or fails with when the
+step is run, is refused at that line (`refusals`): a program that it refuses takes later ones with it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import untouched_by_surroundings
@@ -221,3 +224,48 @@ def _without_values(value: object, device: torch.device, elsewhere: str) -> Any:
         return leaf
 
     return nest.map_structure(bare, value)
+
+
+_REFUSED = """
+    cond eig eigvals geqrf inv_ex lstsq lu_unpack matrix_rank ormqr pca_lowrank pinv pinverse svd svd_lowrank
+    svdvals logdet slogdet nuclear_norm polygamma_ new_empty_strided native_batch_norm native_layer_norm
+    lobpcg _native_batch_norm_legit _batch_norm_with_update
+"""
+
+
+def refusals() -> dict[object, Callable[..., object]]:
+    """The function of PyTorch → what refuses it."""
+    found: dict[object, Callable[..., object]] = {}
+    for name in _REFUSED.split():
+        for owner in (torch, torch.Tensor, torch.linalg, F):
+            member = getattr(owner, name, None)
+            if callable(member):
+                found[member] = refuse(name)
+    for member in (torch.linalg.matrix_norm, torch.linalg.norm):
+        found[member] = partial(_without_singular_values, member)
+    return found
+
+
+def _without_singular_values(norm: Callable[..., Any], A: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002, N803
+    if ord == "nuc" or (ord in (2, -2) and (norm is torch.linalg.matrix_norm or _dims(args, kwargs, A) > 1)):
+        refuse(f"a matrix norm of order {ord!r}")()
+    if ord is None and norm is torch.linalg.matrix_norm:
+        ord = "fro"  # noqa: A001
+    return norm(A, ord, *args, **kwargs)
+
+
+def _dims(args: Any, kwargs: dict[str, Any], A: torch.Tensor) -> int:  # noqa: N803
+    """How many dimensions the norm is over."""
+    dim = args[0] if args else kwargs.get("dim")
+    return A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+
+
+def refuse(name: str, instead: str = "Write it with other operations, or compute it outside of the step.") -> Any:
+    """What stands for a function of that name."""
+
+    def refused(*_args: object, **_kwargs: object) -> object:
+        raise UnsupportedError(
+            f"{name} in a step (at {current_place()}): this strategy's compiler has other numbers, or none. {instead}"
+        )
+
+    return refused

@@ -38,9 +38,9 @@ from torchstrat.replicas.in_process.component_attributes import ComponentAttribu
 from torchstrat.replicas.in_process.process_settings import ProcessSettings
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
 from torchstrat.replicas.thread_state import ThreadState
+from torchstrat.sharding.tpu.edits import MadeInRun
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, explaining
-from torchstrat.sharding.tpu.own_leaves import MadeInRun
 
 FIRST = 0
 HOST = torch.device("cpu")

@@ -25,11 +25,10 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights
 from torchstrat.sharding.tpu.draws import Draws, RandomStream
-from torchstrat.sharding.tpu.edits import Edits
+from torchstrat.sharding.tpu.edits import Edits, OwnLeaves
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LaneValues, Pass, Stacked, join_passes
 from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import explaining, refused_program
-from torchstrat.sharding.tpu.own_leaves import OwnLeaves
 from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.step_mode import StepMode

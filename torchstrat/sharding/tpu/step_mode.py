@@ -31,11 +31,10 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import LaneBackward
 from torchstrat.sharding.tpu.draws import Draws, is_draw
-from torchstrat.sharding.tpu.edits import Edits, is_edit, written
+from torchstrat.sharding.tpu.edits import Edits, OwnLeaves, is_edit, written
 from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, members, of_complex
-from torchstrat.sharding.tpu.own_leaves import OwnLeaves
 from torchstrat.sharding.tpu.rewrites import Rewrites
 
 _NAMES = (

@@ -29,7 +29,7 @@ from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorC
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
-from torchstrat.sharding.layout import size_text, table
+from torchstrat.sharding.grid import size_text, table
 
 _TITLES = ("strategy", "processes", "each of", "parameters", "gradients", "optimizer", "other", "activations")
 _NUMBERS = tuple(range(3, 10))  # columns that are aligned to the right

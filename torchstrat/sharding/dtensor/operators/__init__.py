@@ -2,11 +2,9 @@
 
 from torchstrat.sharding.dtensor.operators import (
     contraction,
-    convolution,
     data_attribute,
     elementwise,
     losses,
-    normalization,
     reductions,
     shapes,
 )
@@ -14,20 +12,12 @@ from torchstrat.sharding.dtensor.operators.rules import apply, operators, with_s
 
 __all__ = [
     "apply",
-    "attention",
     "contraction",
-    "convolution",
     "data_attribute",
-    "dropout",
     "elementwise",
-    "embedding",
-    "gradients",
-    "in_place",
     "losses",
-    "normalization",
     "operators",
     "reductions",
     "shapes",
-    "softmax",
     "with_stand_ins",
 ]

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from torchstrat.core._torch_private import DisableTorchFunction, tensors_in_storage
+from torchstrat.core._torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, tensors_in_storage
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, refused, shape_of
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.operators.rules import Call, rule
 
 _OWN: Any = torch.Tensor.data
@@ -95,7 +94,7 @@ def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
         with torch.no_grad():
             memory = call.enter(value.detach(), target.cut, ())
     own = local_of(target)
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         memory = memory.detach()
         _OWN.__set__(own, memory)
         increment_version(own)  # what autograd has saved of it is another memory
@@ -118,7 +117,7 @@ def _require_alike(call: Call, target: CutTensor, value: torch.Tensor) -> None:
 def _require_unshared(call: Call, value: torch.Tensor) -> torch.Tensor:
     """A tensor that shares memory with others is known by them, too, and these are not asked. Returned is the tensor
     that lasts as long as anybody has this one: what it is a view of, or itself."""
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         memory = local_of(value) if isinstance(value, CutTensor) else value
         base = memory._base
         if tensors_in_storage(memory) > 1 + (base is not None) or not memory.untyped_storage().resizable():
@@ -143,6 +142,6 @@ def take_own_memory(tensors: Iterable[CutTensor]) -> None:
     """At the end of a step: of what has been given to them whole, keep the piece."""
     for tensor in tensors:
         if tensor._lender is not None:
-            with WithoutSubclasses():
+            with DisableTorchFunctionSubclass():
                 _OWN.__set__(local_of(tensor), local_of(tensor).clone(memory_format=torch.contiguous_format))
             tensor._lender = None

@@ -18,8 +18,7 @@ import torch
 from torch.nn import functional
 
 from torchstrat.core.operands import tensors_in
-from torchstrat.sharding.dtensor._torch_dtensor import local_of
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, requires_grad
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, local_of, requires_grad
 from torchstrat.sharding.dtensor.devices import Cut
 from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory
 from torchstrat.sharding.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of

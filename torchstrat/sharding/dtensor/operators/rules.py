@@ -18,12 +18,16 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional
 
-from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast_enabled, is_inside_transform
+from torchstrat.core._torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    is_any_autocast_enabled,
+    is_inside_transform,
+)
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.operands import tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
-from torchstrat.sharding.dtensor._torch_dtensor import WithoutSubclasses, local_of
-from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, refused, shape_of
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices, cut_axes
 from torchstrat.sharding.dtensor.no_values import METADATA, getters
 
@@ -43,7 +47,7 @@ class AsPlain:
         self._kind: Hashable = None
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
             return  # nothing that could not fit
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             is_autocast = is_any_autocast_enabled()
             self._kind = (function, is_autocast, _kind_of(args), _kind_of(kwargs))
             if self._is_known():
@@ -71,7 +75,7 @@ class AsPlain:
         """What is wrong with what the rule returned; empty if nothing is."""
         if self._expected is None:
             return ""
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             found = _outline(result, False)
         if len(found) != len(self._expected):
             return f"makes {len(found)} tensors of it instead of {len(self._expected)}"
@@ -249,7 +253,7 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
             raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
         if function in _OF_LEAVES and args[0].variable is not None:
             return _OF_LEAVES[function]
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
     found = _rules.get(function)
     if found is None:
@@ -302,7 +306,7 @@ def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, objec
     if function == _GRADIENT_GET:
         return _gradient(args[0])
     if function == _GRADIENT_SET and args[0].variable is not None:
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             args[0].variable.grad = _as_piece(args[0], args[1])
         return None
     name = name_of(function)
@@ -313,9 +317,9 @@ def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, objec
 
 def _gradient(tensor: CutTensor) -> torch.Tensor | None:
     if tensor.variable is None:
-        with WithoutSubclasses():
+        with DisableTorchFunctionSubclass():
             return tensor.grad if tensor.is_leaf or tensor.retains_grad else None  # compilers ask, and PyTorch warns
-    with WithoutSubclasses():
+    with DisableTorchFunctionSubclass():
         gradient = tensor.variable.grad
     if gradient is None:
         return None

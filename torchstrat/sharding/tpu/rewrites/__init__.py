@@ -3,32 +3,38 @@
 Three reasons: the compiler does not cut an operation over logical devices (normalisations), it computes something else
 (running statistics, gradients of ELU, of convolutions in groups), or ``vmap`` has no rule for it and runs the replicas
 one by one (losses over classes, ``embedding_bag``). Every replacement takes what the original takes and gives its
-values and gradients; `torchstrat.tpu.rewrites.losses` says what it cannot refuse. Whole recurrent layers are an error.
+values and gradients; `elementwise` says of losses what they cannot refuse. Whole recurrent layers are an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional as F
 
-from torchstrat.sharding.tpu.rewrites import (
-    elementwise,
-    fourier,
-    images,
-    indexing,
-    losses,
-    normalization,
-    recurrent,
-    refusals,
-)
+from torchstrat.core.errors import UnsupportedError
+from torchstrat.sharding.tpu.limits import refusals
+from torchstrat.sharding.tpu.rewrites import elementwise, fourier, images, indexing, normalization
 from torchstrat.sharding.tpu.rewrites.normalization import BatchNormalization, TensorMap
 
 __all__ = ["Rewrites"]
 
 Function = Callable[..., Any]
+
+
+def _refuse_sequences(layer: str) -> Callable[..., NoReturn]:
+    """What stands for a function over whole sequences."""
+
+    def refused(*_args: object, **_kwargs: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{layer} cannot run replica by replica on a TPU, since torch.vmap has no rule for it; run the step with "
+            f"ts.RunOptions(global_view=True), or loop over {layer}Cell."
+        )
+
+    return refused
+
 
 _EVERYWHERE: dict[object, Function] = {
     F.layer_norm: normalization.layer_norm,
@@ -37,24 +43,24 @@ _EVERYWHERE: dict[object, Function] = {
     torch.rms_norm: normalization.rms_norm,
     F.group_norm: normalization.group_norm,
     torch.group_norm: normalization.group_norm,
-    F.cross_entropy: losses.cross_entropy,
-    F.nll_loss: losses.nll_loss,
-    F.smooth_l1_loss: losses.smooth_l1_loss,
-    F.kl_div: losses.kl_div,
-    F.gaussian_nll_loss: losses.gaussian_nll_loss,
+    F.cross_entropy: elementwise.cross_entropy,
+    F.nll_loss: elementwise.nll_loss,
+    F.smooth_l1_loss: elementwise.smooth_l1_loss,
+    F.kl_div: elementwise.kl_div,
+    F.gaussian_nll_loss: elementwise.gaussian_nll_loss,
     **elementwise.functions(),
     **images.functions(),
     **indexing.functions(),
     **fourier.transforms(),
-    **refusals.functions(),
-    torch.lstm_cell: recurrent.lstm_cell,
-    torch.gru_cell: recurrent.gru_cell,
-    torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),
-    torch.rnn_relu_cell: recurrent.rnn_cell(torch.relu),
-    torch.lstm: recurrent.refuse("LSTM"),
-    torch.gru: recurrent.refuse("GRU"),
-    torch.rnn_tanh: recurrent.refuse("RNN"),
-    torch.rnn_relu: recurrent.refuse("RNN"),
+    **refusals(),
+    torch.lstm_cell: elementwise.lstm_cell,
+    torch.gru_cell: elementwise.gru_cell,
+    torch.rnn_tanh_cell: elementwise.rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: elementwise.rnn_cell(torch.relu),
+    torch.lstm: _refuse_sequences("LSTM"),
+    torch.gru: _refuse_sequences("GRU"),
+    torch.rnn_tanh: _refuse_sequences("RNN"),
+    torch.rnn_relu: _refuse_sequences("RNN"),
 }
 
 

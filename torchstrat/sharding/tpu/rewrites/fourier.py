@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.sharding.tpu.limits import current_place
-from torchstrat.sharding.tpu.rewrites.refusals import refuse
+from torchstrat.sharding.tpu.limits import current_place, refuse
+from torchstrat.sharding.tpu.rewrites.elementwise import as_number
 
 _FRAMES = "Cut the signal with x.unfold(-1, length, hop), multiply with the window and use torch.fft."
 LONGEST = 4096
 """Of transforms: the matrices have the square of it."""
 
-Function = Callable[..., torch.Tensor]
+Tensor = torch.Tensor
+Function = Callable[..., Tensor]
 
 
 def transforms() -> dict[Any, Function]:
@@ -45,23 +46,23 @@ def transforms() -> dict[Any, Function]:
         own.irfftn: _several(_complex(1.0), _irfft, last_first=False),
         own.hfftn: _several(_complex(-1.0), _hfft, last_first=False),
         own.ihfftn: _several(_complex(1.0), _ihfft),
-        **dict.fromkeys((torch.stft, torch.Tensor.stft), refuse("stft", _FRAMES)),
-        **dict.fromkeys((torch.istft, torch.Tensor.istft), refuse("istft", _FRAMES)),
+        **dict.fromkeys((torch.stft, Tensor.stft), refuse("stft", _FRAMES)),
+        **dict.fromkeys((torch.istft, Tensor.istft), refuse("istft", _FRAMES)),
     }
 
 
-_Along = Callable[[torch.Tensor, int | None, int, str | None], torch.Tensor]
+_Along = Callable[[Tensor, int | None, int, str | None], Tensor]
 """``(input, n, dim, norm)``: one transform along one dimension."""
 
 
 def _one(along: _Along) -> Function:
     def transform(
-        input: torch.Tensor,  # noqa: A002 - torch's name
+        input: Tensor,  # noqa: A002 - torch's name
         n: int | None = None,
         dim: int = -1,
         norm: str | None = None,
-    ) -> torch.Tensor:
-        return along(_number(input), n, dim, norm)
+    ) -> Tensor:
+        return along(as_number(input), n, dim, norm)
 
     return transform
 
@@ -70,12 +71,12 @@ def _several(others: _Along, last: _Along, *, planes: bool = False, last_first: 
     """Along several dimensions. ``last``: along the last one; ``last_first``: before the others."""
 
     def transform(
-        input: torch.Tensor,  # noqa: A002 - torch's name
+        input: Tensor,  # noqa: A002 - torch's name
         s: Sequence[int] | int | None = None,
         dim: Sequence[int] | int | None = (-2, -1) if planes else None,
         norm: str | None = None,
-    ) -> torch.Tensor:
-        x = _number(input)
+    ) -> Tensor:
+        x = as_number(input)
         sizes = None if s is None else [s] if isinstance(s, int) else list(s)
         if dim is None:
             dims = list(range(x.dim())) if sizes is None else list(range(x.dim() - len(sizes), x.dim()))
@@ -92,10 +93,6 @@ def _several(others: _Along, last: _Along, *, planes: bool = False, last_first: 
     return transform
 
 
-def _number(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-
-
 def _factor(norm: str | None, n: int, *, is_forward: bool) -> float:
     if norm not in (None, "backward", "ortho", "forward"):
         raise InvalidArgumentError(f"norm={norm!r} is none of 'forward', 'backward' and 'ortho'.")
@@ -104,7 +101,7 @@ def _factor(norm: str | None, n: int, *, is_forward: bool) -> float:
     return 1.0 / n if (norm == "forward") == is_forward else 1.0
 
 
-def _fitted(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+def _fitted(x: Tensor, n: int, dim: int) -> Tensor:
     """``[…, n]``: cut or filled up with zeros along ``dim``, which is the last then."""
     x = x.movedim(dim, -1)
     if x.shape[-1] >= n:
@@ -112,7 +109,7 @@ def _fitted(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return torch.cat([x, torch.zeros((*x.shape[:-1], n - x.shape[-1]), dtype=x.dtype, device=x.device)], dim=-1)
 
 
-def _waves(rows: int, columns: int, n: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _waves(rows: int, columns: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of ``2 π row column / n``, each ``[rows, columns]``."""
     if n < 1:
         raise InvalidArgumentError(f"a transform of {n} values; there must be at least one.")
@@ -131,12 +128,12 @@ def _waves(rows: int, columns: int, n: int, like: torch.Tensor) -> tuple[torch.T
     return torch.cos(angle), sine
 
 
-def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
     return (x.real, x.resolve_conj().imag) if x.is_complex() else (x, None)
 
 
 def _complex(sign: float) -> _Along:
-    def along(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+    def along(x: Tensor, n: int | None, dim: int, norm: str | None) -> Tensor:
         length = x.shape[dim] if n is None else n
         re, im = _parts(x)
         scale = _factor(norm, length, is_forward=sign < 0)
@@ -152,7 +149,7 @@ def _complex(sign: float) -> _Along:
     return along
 
 
-def _half(x: torch.Tensor, n: int | None, dim: int, sign: float, scale_of: Callable[[int], float]) -> torch.Tensor:
+def _half(x: Tensor, n: int | None, dim: int, sign: float, scale_of: Callable[[int], float]) -> Tensor:
     """Of real values, the half of the result that determines the rest."""
     if x.is_complex():
         raise InvalidArgumentError(f"this transform is of real values; got {x.dtype}.")
@@ -163,15 +160,15 @@ def _half(x: torch.Tensor, n: int | None, dim: int, sign: float, scale_of: Calla
     return torch.complex(x @ cosine * scale, x @ (sine * sign) * scale).movedim(-1, dim)
 
 
-def _rfft(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+def _rfft(x: Tensor, n: int | None, dim: int, norm: str | None) -> Tensor:
     return _half(x, n, dim, -1.0, lambda length: _factor(norm, length, is_forward=True))
 
 
-def _ihfft(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+def _ihfft(x: Tensor, n: int | None, dim: int, norm: str | None) -> Tensor:
     return _half(x, n, dim, 1.0, lambda length: _factor(norm, length, is_forward=False))
 
 
-def _real(x: torch.Tensor, n: int | None, dim: int, sign: float, scale_of: Callable[[int], float]) -> torch.Tensor:
+def _real(x: Tensor, n: int | None, dim: int, sign: float, scale_of: Callable[[int], float]) -> Tensor:
     """Real values from the half that determines them."""
     length = 2 * (x.shape[dim] - 1) if n is None else n
     re, im = _parts(x)
@@ -189,9 +186,9 @@ def _real(x: torch.Tensor, n: int | None, dim: int, sign: float, scale_of: Calla
     return result.movedim(-1, dim)
 
 
-def _irfft(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+def _irfft(x: Tensor, n: int | None, dim: int, norm: str | None) -> Tensor:
     return _real(x, n, dim, 1.0, lambda length: _factor(norm, length, is_forward=False))
 
 
-def _hfft(x: torch.Tensor, n: int | None, dim: int, norm: str | None) -> torch.Tensor:
+def _hfft(x: Tensor, n: int | None, dim: int, norm: str | None) -> Tensor:
     return _real(x, n, dim, -1.0, lambda length: _factor(norm, length, is_forward=True))
