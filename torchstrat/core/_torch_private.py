@@ -80,6 +80,9 @@ own_buffers: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = opera
 own_children: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = operator.attrgetter("_modules")
 """The dictionaries in which a module keeps what it has itself: asking them makes nothing, unlike its methods."""
 
+unsaved_buffers: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
+hooks_before_forward: Callable[[torch.nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
+
 hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_pre_hooks")
 hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_post_hooks")
 

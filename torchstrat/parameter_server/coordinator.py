@@ -32,9 +32,16 @@ from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.leases.dataset import LeasedDataset, reader_builder
 from torchstrat.parameter_server.leases.epoch import DrawOrder
-from torchstrat.parameter_server.leases.lease import Lease, OutdatedLeaseError, claim_all, leases_among_arguments
+from torchstrat.parameter_server.leases.lease import (
+    Lease,
+    OutdatedLeaseError,
+    Tenure,
+    claim_all,
+    leases_among_arguments,
+)
 from torchstrat.parameter_server.remote_value import (
     Constant,
+    DatasetForWorkers,
     PerWorkerDataset,
     PerWorkerValues,
     PlainT,
@@ -110,7 +117,7 @@ class ClusterCoordinator:
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r:.80}. Other strategies run "
                 "functions themselves: call strategy.run."
             )
-        return strategy._coordinate(partial(object.__new__(cls)._set_up, strategy))
+        return strategy._coordinate(partial(cls._set_up, object.__new__(cls), strategy))
 
     def _set_up(
         self, strategy: CoordinatedStrategy, job: Job, capture: _Capture, on_server_loss: str
@@ -121,7 +128,7 @@ class ClusterCoordinator:
         job.connect()
         job.catalog.register(strategy, ("strategy",))
         job.catalog.register(self, ("coordinator",))
-        self._resources.on_new = lambda made: job.catalog.register(made, made._token)
+        self._resources.on_new = job.catalog.register
         self._dispatcher = Dispatcher(
             job, self._resources, unpack_result, queue_size=QUEUE_SIZE, name="torchstrat-coordinator"
         )
@@ -135,6 +142,7 @@ class ClusterCoordinator:
         job.start_workers(self._dispatcher.worker_joined)
         self._servers = ServerCheckpoint(job, self._dispatcher)
         connected.add(self._servers)
+        job.on_close = self._close
         _collect_garbage_once()
         return self
 
@@ -224,7 +232,7 @@ class ClusterCoordinator:
 
         return self._dispatcher.submit(make)
 
-    def _pack_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[Packed, list[Lease]]:
+    def _pack_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[Packed, list[Tenure]]:
         catalog = self._job.catalog
         arguments = simple_arguments(args, kwargs, catalog)
         if arguments is not None:
@@ -247,7 +255,7 @@ class ClusterCoordinator:
 
     def _came_too_late(self, fn: Callable[..., T]) -> RemoteValue[T]:
         value: RemoteValue[T] = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._where)
-        value._set_error(
+        value.set_exception(
             CancelledByServerLossError(
                 f"{_name_of(fn)} was not queued: when it was scheduled, a parameter server had been lost, and all "
                 "servers went back to a checkpoint."
@@ -390,16 +398,15 @@ class ClusterCoordinator:
 
         ``iter(result)`` starts a new pass on all workers; ``next`` on that works inside scheduled functions only.
         """
-        if hasattr(dataset_fn, "_per_worker_source"):
-            dataset_fn = dataset_fn._per_worker_source
+        if isinstance(dataset_fn, DatasetForWorkers):
+            dataset_fn = dataset_fn.make
         elif not is_function(dataset_fn):
             dataset_fn = Constant(require_dataset(dataset_fn))
         require_builder(dataset_fn, "create_per_worker_dataset")
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         number = self._resources.next_number()
         spec = ResourceSpec(number, f"the per-worker dataset {name}", self._pack_builder(dataset_fn, "dataset_fn"))
-        made: PerWorkerDataset = self._resources.add(PerWorkerDataset(self._resources, spec, dataset_fn))
-        return made
+        return PerWorkerDataset(self._resources, spec, dataset_fn)
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """What else every worker makes for itself by calling ``fn()``: a vocabulary, a cache, a connection."""
@@ -409,8 +416,7 @@ class ClusterCoordinator:
         spec = ResourceSpec(
             self._resources.next_number(), f"the per-worker resource {name}", self._pack_builder(fn, "fn")
         )
-        made: PerWorkerValues = self._resources.add(PerWorkerValues(self._resources, spec))
-        return made
+        return PerWorkerValues(self._resources, spec)
 
     def create_leased_dataset(
         self,
@@ -458,9 +464,17 @@ class ClusterCoordinator:
         self._capture(make_dataset, (collate_fn,))
         packed = self._pack_builder(builder, "create_leased_dataset")
         table = self._resources
-        reader = table.add(PerWorkerValues(table, ResourceSpec(table.next_number(), name, packed)))
+        reader = PerWorkerValues(table, ResourceSpec(table.next_number(), name, packed))
         return LeasedDataset(
-            self, reader, builder.rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
+            self.join,
+            lambda: self._dispatcher.is_idle,
+            reader,
+            builder.rows,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            name=name,
         )
 
     def release(self, *objects: object) -> None:
@@ -477,9 +491,6 @@ class ClusterCoordinator:
         self._job.commit()
         with self._dispatcher.unfinished() as works:
             release(objects, self._job, engine_of(self.strategy).registry, works)
-
-    def _is_idle(self) -> bool:
-        return self._dispatcher.is_idle
 
     def _pack_builder(self, fn: Callable[[], Any], what: str) -> Any:
         self._capture(fn, ())

@@ -372,7 +372,7 @@ class Dispatcher:
                 known, work = self._workers.get(incarnation), self._works.get(function)
                 if known is not None and work is not None:
                     ran = f"ran for more than {work.timeout_seconds:g} s, its timeout"
-                    reason = f"function {function} ({work.value._name}) {ran}"
+                    reason = f"function {function} ({work.value.name}) {ran}"
                     self._outbox.append(partial(self._job.membership.give_up, known.peer, reason))
 
     def _take_in(self) -> None:
@@ -389,7 +389,7 @@ class Dispatcher:
             except BaseException as error:
                 self._broken = error
                 for work in self._works.values():
-                    work.value._set_error(error)
+                    work.value.set_exception(error)
                 self._changed.notify_all()
         self._empty_outbox()
 
@@ -447,7 +447,7 @@ class Dispatcher:
             for function in event.functions:
                 if self._scheduler.is_at(function, event.worker, event.incarnation):
                     for lease in self._works[function].leases:
-                        lease._was_handed_back()
+                        lease.was_handed_back()
 
     def _tell_who_waits_in_vain(self) -> None:
         """What is queued when a server is lost never runs: it is cancelled when the user takes the error. Who waits for
@@ -457,7 +457,7 @@ class Dispatcher:
             return
         for function, work in self._works.items():
             if self._scheduler.worker_of(function) is None:
-                work.value._set_error(ev.Cancel(function, error).error())
+                work.value.set_exception(ev.Cancel(function, error).error())
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -472,10 +472,10 @@ class Dispatcher:
             elif isinstance(action, ev.Fail):
                 value = self._end(action.function)
                 if isinstance(action.error, FunctionSetAsideError):
-                    action.error.name = value._name
-                value._set_error(action.error)
+                    action.error.name = value.name
+                value.set_exception(action.error)
             elif isinstance(action, ev.Cancel):
-                self._end(action.function)._set_error(action.error())
+                self._end(action.function).set_exception(action.error())
             elif isinstance(action, ev.Release):
                 self._forget_worker(action.incarnation)
             elif isinstance(action, ev.Forget):
@@ -497,14 +497,14 @@ class Dispatcher:
             work = works.pop(function)
             self._timed -= work.timeout_seconds is not None
             for lease in work.leases:  # before anybody can see the outcome
-                lease._ended(returned=True)
-            work.value._set_result(result)
+                lease.ended(returned=True)
+            work.value.set_result(result)
 
     def _end(self, function: int) -> RemoteValue[Any]:
         work = self._works.pop(function)
         self._timed -= work.timeout_seconds is not None
         for lease in work.leases:
-            lease._ended(returned=False)
+            lease.ended(returned=False)
         return work.value
 
     def _send(self, action: ev.Dispatch) -> None:
@@ -513,7 +513,7 @@ class Dispatcher:
             return
         for function in action.functions:
             for lease in self._works[function].leases:
-                lease._was_sent()
+                lease.was_sent()
         self._send_to(known, action.functions, rested=action.rested, is_repeated=action.is_repeated)
 
     def _send_to(

@@ -106,6 +106,7 @@ class Job:
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
         self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
+        self.on_close: Callable[[], None] = lambda: None
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
         self.is_open = True
         self._registry = registry
@@ -293,6 +294,7 @@ class Job:
         then()
 
     def close(self, *, finished: bool, brings: bool = False) -> None:
+        self.on_close()
         self.is_open = False
         self.cache.close(brings=brings)
         self._steps.close()
@@ -354,7 +356,8 @@ class Job:
     def let_go(self, values: Collection[Any]) -> None:
         """As if the program had dropped these."""
         for value in values:
-            CoordinatorState.detach(value)
+            if isinstance(value, Optimizer):
+                CoordinatorState.detach(value)
         for token in filter(None, [self.catalog.token_of(value) for value in values]):
             self.lifetimes.died(token)
         self.catalog.let_go(values)
@@ -410,7 +413,7 @@ class Job:
                 continue
             require_growth(optimizer, known or (), groups)
             # Its step is made on the servers, which schedulers here do not see.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            vars(optimizer)["_opt_called"] = True
             kind = self.kinds.of(optimizer)
             specs = list(self.variables.specs_of(optimizer).values())
             wraps = tuple((self.catalog.token_of(one) or (None, None))[1] for one in wrapped_by(optimizer))

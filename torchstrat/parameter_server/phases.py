@@ -140,7 +140,7 @@ def follow_plan(folder: str, task: Task) -> None:
     if task.job == PARAMETER_SERVER and read_plan(path).get(WITHOUT_RECORDS):
         from torchstrat.parameter_server.server.deduplication import AppliedRecords
 
-        AppliedRecords._is_applied = lambda *_: False  # type: ignore[method-assign]
+        AppliedRecords.is_applied = lambda *_: False  # type: ignore[method-assign]
 
 
 class _Follower:

@@ -34,11 +34,12 @@ class RemoteValue(Generic[T_co]):
     `get` and `fetch` wait until the function has run, on whichever worker, and raise what it raised.
     """
 
-    __slots__ = ("__weakref__", "_error", "_event", "_function", "_has_ended", "_name", "_result", "_who")
+    __slots__ = ("__weakref__", "_error", "_event", "_function", "_has_ended", "_result", "_who", "name")
 
     def __init__(self, function: int, name: str, who: Callable[[int], str]) -> None:
         self._function = function
-        self._name = name
+        self.name = name
+        """Of the function."""
         self._who = who
         self._has_ended = False
         self._event: threading.Event | None = None  # made for the first who waits: most are never waited for
@@ -85,11 +86,13 @@ class RemoteValue(Generic[T_co]):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
-    def _set_result(self, result: object) -> None:
+    def set_result(self, result: object) -> None:
+        """For the coordinator: the function has returned."""
         self._result = result
         self._end()
 
-    def _set_error(self, error: BaseException) -> None:
+    def set_exception(self, error: BaseException) -> None:
+        """For the coordinator: the function has raised, or will not run."""
         self._error = error
         self._end()
 
@@ -106,7 +109,7 @@ class RemoteValue(Generic[T_co]):
         return self._has_ended or event.wait(seconds)
 
     def _describe(self) -> str:
-        return f"the result of function {self._function} ({self._name})"
+        return f"the result of function {self._function} ({self.name})"
 
     def __repr__(self) -> str:
         if not self._has_ended:
@@ -115,7 +118,7 @@ class RemoteValue(Generic[T_co]):
             state = f"failed: {self._error!r:.200}"
         else:
             state = f"{self._result!r:.200}"
-        return f"<RemoteValue of function {self._function} ({self._name}), {state}>"
+        return f"<RemoteValue of function {self._function} ({self.name}), {state}>"
 
 
 def _to_numpy(leaf: object) -> object:
@@ -130,9 +133,6 @@ def _seconds(timeout: timedelta | float | None) -> float | None:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
-Token = tuple[str, int]
-
-
 class PerWorkerValues:
     """Something that every worker builds for itself, when a function that uses it first runs there; again after a
     worker was lost and started anew. Pass it to `ClusterCoordinator.schedule`, or let the function close over it."""
@@ -140,10 +140,11 @@ class PerWorkerValues:
     def __init__(self, table: ResourceTable, resource: ResourceSpec) -> None:
         self._table = table
         self._resource = resource
+        table.add(self, resource)
 
-    @property
-    def _token(self) -> Token:
-        return ("per_worker", self._resource.number)
+    def built_from(self) -> Iterable[object]:
+        """What workers cannot build it without."""
+        return getattr(self._resource.builder, "alive", ())
 
     def __reduce__(self) -> NoReturn:
         raise WrongTypeError(f"{self._resource.what} belongs to the coordinator that made it and cannot be pickled.")
@@ -162,9 +163,7 @@ class PerWorkerDataset(PerWorkerValues):
     def __iter__(self) -> PerWorkerIterator:
         number = self._table.next_number()
         what = f"an iterator over {self._resource.what}"
-        spec_of_iterator = ResourceSpec(number, what, source=self._resource.number)
-        made: PerWorkerIterator = self._table.add(PerWorkerIterator(self._table, spec_of_iterator, self))
-        return made
+        return PerWorkerIterator(self._table, ResourceSpec(number, what, source=self._resource.number), self)
 
     @property
     def element_spec(self) -> Any:
@@ -179,8 +178,11 @@ class PerWorkerIterator(PerWorkerValues):
     """One pass over a `PerWorkerDataset` on every worker. Call ``next`` on it inside a scheduled function."""
 
     def __init__(self, table: ResourceTable, resource: ResourceSpec, dataset: PerWorkerDataset) -> None:
+        self._dataset = dataset  # first: the table tells others of it
         super().__init__(table, resource)
-        self._dataset = dataset
+
+    def built_from(self) -> Iterable[object]:
+        return (self._dataset,)
 
     @property
     def element_spec(self) -> Any:
@@ -204,15 +206,14 @@ class ResourceTable:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._specs: dict[int, ResourceSpec] = {}
-        self.on_new: Callable[[PerWorkerValues], None] = lambda made: None
+        self.on_new: Callable[[PerWorkerValues, tuple[str, int]], None] = lambda made, token: None
 
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def add(self, made: Any) -> Any:
-        self._specs[made._resource.number] = made._resource
-        self.on_new(made)
-        return made
+    def add(self, made: PerWorkerValues, resource: ResourceSpec) -> None:
+        self._specs[resource.number] = resource
+        self.on_new(made, ("per_worker", resource.number))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """The program has dropped these, and no function names them."""
@@ -253,6 +254,22 @@ def refuse_remote_values(value: object, remote_type: type, call: str) -> None:
                 f"{call} got a RemoteValue; functions cannot take each other's results. Fetch it first: "
                 "coordinator.fetch(value)."
             )
+
+
+class DatasetForWorkers:
+    """What ``distribute_dataset`` of the strategy gives on the coordinator. ``make`` makes what it gives on workers."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self.make = make
+
+    def __repr__(self) -> str:
+        return "<dataset for the workers of a ParameterServerStrategy, for coordinator.create_per_worker_dataset>"
+
+    def __iter__(self) -> NoReturn:
+        raise InvalidArgumentError(
+            "a dataset distributed by ParameterServerStrategy is read on the workers: pass it to "
+            "coordinator.create_per_worker_dataset, and call next() on its iterator in a scheduled function."
+        )
 
 
 class Constant:

@@ -43,7 +43,7 @@ from torchstrat.parameter_server.dispatch import (
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.leases.dataset import LeasedDataset
-from torchstrat.parameter_server.leases.lease import Lease
+from torchstrat.parameter_server.leases.lease import Tenure
 from torchstrat.parameter_server.remote_value import PerWorkerIterator, PerWorkerValues, RemoteValue, numbers_of
 from torchstrat.parameter_server.scheduler_events import (
     MAX_ATTEMPTS,
@@ -70,7 +70,7 @@ class Work:
     modes: Modes
     seed: int
     value: RemoteValue[Any]
-    leases: tuple[Lease, ...] = ()
+    leases: tuple[Tenure, ...] = ()
     max_attempts: int | None = MAX_ATTEMPTS
     timeout_seconds: float | None = None
 
@@ -376,7 +376,7 @@ def release(objects: Sequence[Any], job: Job, registry: VariableRegistry, works:
     """
     going = {id(part): part for value in objects for part in _parts_of(value)}
     for value in objects:
-        known = value._reader if isinstance(value, LeasedDataset) else value
+        known = value.reader if isinstance(value, LeasedDataset) else value
         if job.catalog.token_of(known) is None:
             raise InvalidArgumentError(f"{value!r:.80} is not on this strategy's servers or workers (any more).")
     holders = [*_functions(works, going), *_others(job, registry, going)]
@@ -397,7 +397,7 @@ def _parts_of(value: object) -> Iterator[object]:
             yield from (module, *own_parameters(module).values(), *own_buffers(module).values())
             yield from (shard for shard in vars(module).values() if isinstance(shard, Variable))
     elif isinstance(value, LeasedDataset):
-        yield value._reader
+        yield value.reader
     elif isinstance(value, (torch.Tensor, Variable, PerWorkerValues, *HELPER_TYPES)):
         yield value
     else:
@@ -415,7 +415,7 @@ def _needs(value: object) -> Iterator[object]:
     elif isinstance(value, Optimizer):
         yield from (tensor for group in value.param_groups for tensor in group["params"])
     elif isinstance(value, PerWorkerIterator):
-        yield value._dataset
+        yield from value.built_from()
     elif isinstance(value, HELPER_TYPES):
         yield getattr(value, "optimizer", None)
 
@@ -427,13 +427,13 @@ def _is_needed(values: Iterable[object], going: Mapping[int, object]) -> bool:
 def _functions(works: Mapping[int, Work], going: Mapping[int, object]) -> Iterator[str]:
     for number, work in works.items():
         if _is_needed((*work.packed_code.alive, *work.arguments.alive), going):
-            yield f"function {number} ({work.value._name}), which has not ended"
+            yield f"function {number} ({work.value.name}), which has not ended"
 
 
 def _others(job: Job, registry: VariableRegistry, going: Mapping[int, object]) -> Iterator[str]:
     for value in (*registry.modules(), *registry.helpers(), *job.catalog.registered()):
-        builder = value._resource.builder if isinstance(value, PerWorkerValues) else None
-        if id(value) not in going and _is_needed((value, *getattr(builder, "alive", ())), going):
+        needed = value.built_from() if isinstance(value, PerWorkerValues) else ()
+        if id(value) not in going and _is_needed((value, *needed), going):
             yield _name_of(value)
 
 

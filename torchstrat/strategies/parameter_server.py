@@ -30,6 +30,7 @@ from torchstrat.distributed.cluster_resolver import ClusterResolver
 from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.membership.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.remote_value import DatasetForWorkers
 from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
@@ -249,8 +250,6 @@ class ParameterServerStrategy(Strategy):
 
             wait_for_saves()
             job, self._connected = self._connected, None
-            if self._coordinator is not None:
-                self._coordinator._close()
             job.close(finished=finished, brings=brings)
         super().close()
 
@@ -454,7 +453,7 @@ class ParameterServerStrategy(Strategy):
         if self._is_worker:
             return super().distribute_dataset(dataset, options)
         self._require_open()
-        return _ForWorkers(lambda: self.distribute_dataset(dataset, options))
+        return DatasetForWorkers(lambda: self.distribute_dataset(dataset, options))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -467,7 +466,7 @@ class ParameterServerStrategy(Strategy):
         if self._is_worker:
             return super().distribute_datasets_from_function(dataset_fn, options)
         self._require_open()
-        return _ForWorkers(lambda: self.distribute_datasets_from_function(dataset_fn, options))
+        return DatasetForWorkers(lambda: self.distribute_datasets_from_function(dataset_fn, options))
 
     def __repr__(self) -> str:
         if self._is_worker:
@@ -486,22 +485,6 @@ class ParameterServerStrategy(Strategy):
 
 
 executor.make_strategy = lambda *given: object.__new__(ParameterServerStrategy)._become_worker(*given)
-
-
-class _ForWorkers:
-    """What `distribute_dataset` gives on the coordinator."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._per_worker_source = make
-
-    def __repr__(self) -> str:
-        return "<dataset for the workers of a ParameterServerStrategy, for coordinator.create_per_worker_dataset>"
-
-    def __iter__(self) -> Any:
-        raise InvalidArgumentError(
-            "a dataset distributed by ParameterServerStrategy is read on the workers: pass it to "
-            "coordinator.create_per_worker_dataset, and call next() on its iterator in a scheduled function."
-        )
 
 
 _open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()

@@ -460,6 +460,18 @@ def components_of(variable: object) -> dict[int, Variable]:
     return dict(zip(variable._replicas, variable._components, strict=False)) if isinstance(variable, Variable) else {}
 
 
+VariableFacts = tuple[str, VariableAggregation, VariableSynchronization, DeclaredShape]
+"""What another process makes the same variable of, over a storage of its own."""
+
+
+def facts_of(variable: Variable) -> VariableFacts:
+    return variable.name, variable.aggregation, variable.synchronization, variable._declared
+
+
+def variable_over(storage: Storage, strategy: StrategyLike, facts: VariableFacts) -> Variable:
+    return object.__new__(Variable)._fill(strategy, *facts, VariablePlacement.ONE, (storage,))
+
+
 def storage_of(variable: Variable) -> Storage:
     """Where its value is; in a replica that of its component, else that of the first."""
     return variable._cell()

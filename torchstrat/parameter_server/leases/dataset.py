@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, LedgerError, WrongTypeError
 from torchstrat.core.values import require_callable
@@ -16,12 +16,11 @@ from torchstrat.parameter_server.leases.epoch import (
     DrawOrder,
     Epoch,
     InOrder,
-    Positions,
     RowOrder,
     ShuffledOrder,
     rows_at,
 )
-from torchstrat.parameter_server.leases.lease import Lease, ReaderBuilder, number_of_rows
+from torchstrat.parameter_server.leases.lease import Account, Lease, ReaderBuilder, number_of_rows
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,6 @@ _MOST_EXAMPLES = 10
 _STATE = ("epoch", "seed", "shuffle", "dataset_rows", "rows", "finished", "repeated", "returned")
 
 
-class Functions(Protocol):
-    """What a leased dataset asks of the coordinator that its leases are scheduled with."""
-
-    def join(self) -> None:
-        """Wait until every scheduled function has ended; raise the first one's error."""
-
-    def _is_idle(self) -> bool:
-        """Whether no function runs, nor will before the user has taken an error."""
-
-
 class LeasedDataset:
     """Rows that scheduled functions share. Made by `ClusterCoordinator.create_leased_dataset`, on the coordinator.
 
@@ -145,7 +134,8 @@ class LeasedDataset:
 
     def __init__(
         self,
-        functions: Functions,
+        join: Callable[[], None],
+        is_idle: Callable[[], bool],
         reader: object,
         dataset_rows: int,
         batch_size: int,
@@ -155,8 +145,9 @@ class LeasedDataset:
         drop_last: bool,
         name: str,
     ) -> None:
-        self._functions = functions
-        self._reader = reader  # stands for each worker's own `Reader`
+        self._join, self._is_idle = join, is_idle  # of the coordinator that leases are scheduled with
+        self.reader = reader
+        """What stands for each worker's own `Reader`."""
         self.dataset_rows = dataset_rows
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -165,7 +156,7 @@ class LeasedDataset:
         self._name = name
         self._numbers = itertools.count()
         self._handing_out = threading.RLock()  # around what is drawn from the order, which may be the user's code
-        self._lock = threading.RLock()  # around what is where; the coordinator's threads need it too
+        self._account = Account()
         self._begin(Epoch(0, self._rows_of_epoch()))
 
     # -- handing out --------------------------------------------------------------------------------------------------
@@ -178,30 +169,30 @@ class LeasedDataset:
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         require_batch_size(batch_size)
-        with self._lock:
+        with self._account.lock:
             self._batch_size = batch_size
-            if not self._epoch.handed_out:
-                self._begin(Epoch(self._epoch.number, self._rows_of_epoch()))  # another rest may be dropped
+            if not self._account.epoch.handed_out:
+                self._begin(Epoch(self._account.epoch.number, self._rows_of_epoch()))  # another rest may be dropped
 
     def __len__(self) -> int:
         """How many leases a whole epoch has with the present batch size, if no row has to come again."""
         return (self._rows_of_epoch() + self._batch_size - 1) // self._batch_size
 
     def __iter__(self) -> Iterator[Lease]:
-        with self._lock:
-            self._epoch.give_back_unscheduled()
-            has_rows = bool(self._epoch.left)
+        with self._account.lock:
+            self._account.epoch.give_back_unscheduled()
+            has_rows = bool(self._account.epoch.left)
         if not has_rows:
             self._end_epoch()
-        return self._leases(self._epoch.number)
+        return self._leases(self._account.epoch.number)
 
     def _leases(self, last_epoch: int) -> Iterator[Lease]:
         """To the end of epoch ``last_epoch``, from wherever it is: a restored checkpoint may be of an earlier one."""
-        while self._epoch.number <= last_epoch:
+        while self._account.epoch.number <= last_epoch:
             lease = self._next()
             if lease is not None:
                 yield lease
-            elif self._epoch.number >= last_epoch:
+            elif self._account.epoch.number >= last_epoch:
                 return
             else:
                 self._end_epoch()
@@ -209,31 +200,30 @@ class LeasedDataset:
     def _next(self) -> Lease | None:
         """None if there is nothing to be handed out at the moment."""
         with self._handing_out:
-            with self._lock:
-                epoch, order, number = self._epoch, self._order, next(self._numbers)
+            with self._account.lock:
+                epoch, order, number = self._account.epoch, self._account.order, next(self._numbers)
                 positions = epoch.hand_out(number, self._batch_size)
             if not positions:
                 return None
             try:
                 rows = rows_at(order, positions)
             except BaseException:
-                with self._lock:
+                with self._account.lock:
                     epoch.give_back(number)
                 raise
-        return Lease(self, epoch, number, positions, rows)
+        return Lease(self._account, epoch, self.reader, number, positions, rows)
 
     def _end_epoch(self) -> None:
         """Wait for the functions that still have rows; begin the next epoch if all rows are finished then."""
-        if not self._epoch.is_complete:
-            self._functions.join()
-        with self._lock:
-            if self._epoch.is_complete:
+        if not self._account.epoch.is_complete:
+            self._join()
+        with self._account.lock:
+            if self._account.epoch.is_complete:
                 self.ledger.check()
-                self._begin(Epoch(self._epoch.number + 1, self._rows_of_epoch()))
+                self._begin(Epoch(self._account.epoch.number + 1, self._rows_of_epoch()))
 
     def _begin(self, epoch: Epoch) -> None:
-        self._epoch = epoch
-        self._order = self._order_of(epoch.number)
+        self._account.begin(epoch, self._order_of(epoch.number))
 
     def _rows_of_epoch(self) -> int:
         return self.dataset_rows - (self.dataset_rows % self._batch_size if self._drop_last else 0)
@@ -243,26 +233,20 @@ class LeasedDataset:
             return DrawnOrder(self._shuffle(epoch), self.dataset_rows, epoch)
         return ShuffledOrder(self.dataset_rows, self._seed, epoch) if self._shuffle else InOrder()
 
-    def _will_not_come_again(self, epoch: Epoch, positions: Positions) -> None:
-        """For `Lease`: they are finished."""
-        if epoch is self._epoch:
-            for start, stop in positions:
-                self._order.forget(start, stop)
-
     # -- the account --------------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The number, from 0, of the epoch that the next ``for`` is of: how many have been finished."""
-        with self._lock:
-            return self._epoch.number + self._epoch.is_complete
+        with self._account.lock:
+            return self._account.epoch.number + self._account.epoch.is_complete
 
     @property
     def ledger(self) -> Ledger:
         """What has become of the rows of the epoch that is under way, at this moment. It stays that of a finished epoch
         until a ``for`` begins the next."""
-        with self._lock:
-            epoch = self._epoch
+        with self._account.lock:
+            epoch = self._account.epoch
             lost = epoch.lost
             return Ledger(
                 epoch.number,
@@ -275,7 +259,7 @@ class LeasedDataset:
                 returned=epoch.returned,
                 lost=len(lost),
                 twice=len(epoch.twice),
-                lost_rows=tuple(rows_at(self._order, lost.copy().take(_MOST_EXAMPLES)).tolist()),
+                lost_rows=tuple(rows_at(self._account.order, lost.copy().take(_MOST_EXAMPLES)).tolist()),
             )
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -286,8 +270,8 @@ class LeasedDataset:
         What a function is doing at the moment counts as not done. `ts.Checkpoint.save` asks while nothing runs; who
         asks by himself calls ``coordinator.join()`` before.
         """
-        with self._lock:
-            epoch = self._epoch
+        with self._account.lock:
+            epoch = self._account.epoch
             return {
                 "epoch": epoch.number,
                 "seed": self._seed,
@@ -323,13 +307,13 @@ class LeasedDataset:
                     f"{self._name} does not fit the position that is to be restored: its {what} is {own!r}, and was "
                     f"{given!r} when it was saved. Create it over the same rows, with the same `shuffle`."
                 )
-        if not self._functions._is_idle():
+        if not self._is_idle():
             raise ContextError(
                 f"{self._name} cannot go to another position while functions run: call coordinator.join() before "
                 "load_state_dict, or restore it with ts.Checkpoint, which waits for them."
             )
         epoch = Epoch(state["epoch"], state["rows"], state["finished"], state["repeated"], state["returned"])
-        with self._lock:
+        with self._account.lock:
             self._seed = state["seed"]
             self._begin(epoch)
 

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.data.marks import unmarked
-from torchstrat.parameter_server.leases.epoch import Epoch, Positions, RowNumbers
+from torchstrat.parameter_server.leases.epoch import Epoch, Positions, RowNumbers, RowOrder
 from torchstrat.parameter_server.serialization.path_errors import Refused
 from torchstrat.parameter_server.worker.executor import current_worker_index
 
 
-class _Owner(Protocol):
-    """Of the `LeasedDataset` that hands a lease out."""
+class Account:
+    """Of one leased dataset: where the rows of the epoch under way are, and the order in which they are handed out.
 
-    @property
-    def _epoch(self) -> Epoch: ...
-    @property
-    def _lock(self) -> AbstractContextManager[object]: ...
-    @property
-    def _reader(self) -> object: ...
-    def _will_not_come_again(self, epoch: Epoch, positions: Positions) -> None: ...
+    The coordinator's threads need it too: with ``lock``.
+    """
+
+    epoch: Epoch
+    order: RowOrder
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def begin(self, epoch: Epoch, order: RowOrder) -> None:
+        """Leases of other epochs are void."""
+        self.epoch, self.order = epoch, order
+
+    def finish(self, epoch: Epoch, number: int) -> None:
+        """A lease's rows are finished, and will not come again."""
+        positions = epoch.finish(number)
+        if epoch is self.epoch:
+            for start, stop in positions:
+                self.order.forget(start, stop)
 
 
 class Lease:
@@ -37,86 +49,102 @@ class Lease:
     with the same rows. A lease is for one function; it may be anywhere in its ``args`` and ``kwargs``, and only there.
     """
 
-    __slots__ = ("_epoch", "_function", "_owner", "_sent", "number", "positions", "rows")
+    __slots__ = ("_reader", "_tenure", "number", "positions", "rows")
 
-    def __init__(self, owner: _Owner, epoch: Epoch, number: int, positions: Positions, rows: RowNumbers) -> None:
+    def __init__(
+        self, account: Account, epoch: Epoch, reader: object, number: int, positions: Positions, rows: RowNumbers
+    ) -> None:
         self.number = number
         """Counted from 0 over the whole job."""
         self.positions = positions
         """Where in the epoch's order the rows are: intervals ``(start, stop)``, one but for rows that came back."""
         self.rows = rows
         """Their numbers in the dataset, ``(len,)`` int64, in the order in which the batch has them."""
-        self._owner = owner
-        self._epoch = epoch
-        self._function: int | None = None
-        self._sent = False
+        self._reader = reader
+        self._tenure = Tenure(account, epoch, number, len(rows))
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that the rows are of."""
-        return self._epoch.number
+        return self._tenure.epoch
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        return f"<Lease {self.number}: {len(self)} rows of epoch {self.epoch}>"
+        return repr(self._tenure)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What a worker unpickles is the batch."""
         found = _packing.leases
         if found is None:
             raise NotAnArgumentError(self)
-        found.append(self)
-        return read_batch, (self._owner._reader, self.rows.tobytes())  # an array takes 0.2 ms to pickle
+        found.append(self._tenure)
+        return read_batch, (self._reader, self.rows.tobytes())  # an array takes 0.2 ms to pickle
 
-    # -- what becomes of it; called by the coordinator ----------------------------------------------------------------
 
-    def _claim(self, function: int) -> None:
+class Tenure:
+    """What becomes of a lease, for the coordinator."""
+
+    __slots__ = ("_account", "_epoch", "_function", "_number", "_rows", "_sent")
+
+    def __init__(self, account: Account, epoch: Epoch, number: int, rows: int) -> None:
+        self._account, self._epoch, self._number, self._rows = account, epoch, number, rows
+        self._function: int | None = None
+        self._sent = False
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch.number
+
+    def __repr__(self) -> str:
+        return f"<Lease {self._number}: {self._rows} rows of epoch {self.epoch}>"
+
+    def claim(self, function: int) -> None:
         """Function ``function`` gets it. Raises for one that has a function, and for one that is void."""
-        with self._owner._lock:
+        with self._account.lock:
             if self._function is not None:
                 raise InvalidArgumentError(
                     f"{self!r} was scheduled before, with function {self._function}; a lease is for one function. Take "
                     "another one from the leased dataset's iterator."
                 )
-            if self._epoch is not self._owner._epoch:
+            if self._epoch is not self._account.epoch:
                 raise OutdatedLeaseError(
                     f"{self!r} is void: since it was handed out, the leased dataset went to the position of a "
                     "checkpoint. Schedule the leases that come now."
                 )
-            if not self._epoch.holds(self.number):
+            if not self._epoch.holds(self._number):
                 raise ContextError(
                     f"{self!r} is void: since it was handed out, another `for` over the leased dataset has begun, "
                     "which hands its rows out again. Schedule the leases that come now."
                 )
-            self._epoch.schedule(self.number)
+            self._epoch.schedule(self._number)
             self._function = function
 
-    def _unclaim(self) -> None:
-        with self._owner._lock:
-            self._epoch.unschedule(self.number)
+    def unclaim(self) -> None:
+        with self._account.lock:
+            self._epoch.unschedule(self._number)
             self._function = None
 
-    def _was_sent(self) -> None:
+    def was_sent(self) -> None:
         """The function goes to a worker."""
-        with self._owner._lock:
+        with self._account.lock:
             if self._sent:
-                self._epoch.repeat(self.number)
+                self._epoch.repeat(self._number)
             self._sent = True
 
-    def _was_handed_back(self) -> None:
+    def was_handed_back(self) -> None:
         """The worker has not begun the function, so that sending it again repeats nothing."""
-        with self._owner._lock:
+        with self._account.lock:
             self._sent = False
 
-    def _ended(self, *, returned: bool) -> None:
+    def ended(self, *, returned: bool) -> None:
         """The function has its outcome: it ``returned``; else it raised, or was cancelled."""
-        with self._owner._lock:
-            if not returned:
-                self._epoch.give_back(self.number)
-                return
-            self._owner._will_not_come_again(self._epoch, self._epoch.finish(self.number))
+        with self._account.lock:
+            if returned:
+                self._account.finish(self._epoch, self._number)
+            else:
+                self._epoch.give_back(self._number)
 
 
 class OutdatedLeaseError(ContextError):
@@ -135,16 +163,16 @@ class NotAnArgumentError(Refused, WrongTypeError):
 
 
 class _Packing(threading.local):
-    leases: list[Lease] | None = None
+    leases: list[Tenure] | None = None
 
 
 _packing = _Packing()
 
 
 @contextmanager
-def leases_among_arguments() -> Iterator[list[Lease]]:
-    """While a function's arguments are pickled in this thread: the leases among them."""
-    found: list[Lease] = []
+def leases_among_arguments() -> Iterator[list[Tenure]]:
+    """While a function's arguments are pickled in this thread: those of the leases among them."""
+    found: list[Tenure] = []
     _packing.leases = found
     try:
         yield found
@@ -152,16 +180,16 @@ def leases_among_arguments() -> Iterator[list[Lease]]:
         _packing.leases = None
 
 
-def claim_all(leases: list[Lease], function: int) -> None:
+def claim_all(leases: list[Tenure], function: int) -> None:
     """All or none of them for a function. Raises `InvalidArgumentError` or `ContextError`."""
-    claimed: list[Lease] = []
+    claimed: list[Tenure] = []
     try:
         for lease in leases:
-            lease._claim(function)
+            lease.claim(function)
             claimed.append(lease)
     except Exception:
         for lease in claimed:
-            lease._unclaim()
+            lease.unclaim()
         raise
 
 

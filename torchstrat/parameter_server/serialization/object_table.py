@@ -148,7 +148,7 @@ class World:
             self.register(token, self._make_missing(token))
         found = self._objects[token]
         if isinstance(found, NotHere):
-            raise FunctionError(str(found._why)) from found._why
+            found()  # raises, and says what is missing
         return found
 
     def find(self, token: Token) -> Any:

@@ -151,7 +151,7 @@ class AppliedRecords:
         with self._changed:
             while True:
                 self._refuse_fenced(function, index, incarnation)
-                if self._is_applied(function, index):
+                if self.is_applied(function, index):
                     return False
                 if (function, index) not in self._under_way or function == COORDINATOR:
                     break
@@ -238,7 +238,7 @@ class AppliedRecords:
             self._below = self._next_function = 0
             self._changed.notify_all()
 
-    def _is_applied(self, function: int, index: int) -> bool:
+    def is_applied(self, function: int, index: int) -> bool:
         return function != COORDINATOR and bool(self._masks.get(function, 0) >> index & 1)
 
     def _refuse_fenced(self, function: int, index: int, incarnation: str) -> None:

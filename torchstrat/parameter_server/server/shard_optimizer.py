@@ -186,7 +186,7 @@ def _reduce_whole(optimizer: Optimizer) -> Any:
     """With everything that is set on it, also of one that another one holds; without hooks."""
     attributes = {name: value for name, value in _without_hooks(optimizer).items() if name != "step"}
     state: Any = attributes.get("state")
-    if getattr(state, "_keeper", None) is not None:  # the servers have it, or a checkpoint that is to be restored
+    if getattr(state, "keeper", None) is not None:  # the servers have it, or a checkpoint that is to be restored
         others = {key: value for key, value in dict.items(state) if not isinstance(key, torch.Tensor)}
         attributes["state"] = collections.defaultdict(dict, others)
     return copyreg.__newobj__, (type(optimizer),), attributes, None, None, _set_attributes  # type: ignore[attr-defined]

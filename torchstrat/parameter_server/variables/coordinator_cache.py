@@ -289,7 +289,7 @@ class CoordinatorCache:
         with repeated_on_servers(tensor, copy.spec.name) as recipe:
             result = call.run()
         self._servers.attempt(lambda: self._servers.repeat(copy.spec, tuple(recipe)), lambda: None)
-        copy._watch(result, self, hands_out=False)
+        copy.watch(result, self, hands_out=False)
         return result
 
     def write_rows(self, copy: CachedVariable, call: TensorCall) -> bool:
@@ -580,7 +580,7 @@ class CachedVariable:
             result = call.run()
             cache.check_unforeseen(copies)
         for copy in copies:
-            copy._watch(result, cache, hands_out=call.hands_out)
+            copy.watch(result, cache, hands_out=call.hands_out)
         return result
 
     def read(self, alias: Alias) -> None:
@@ -589,7 +589,8 @@ class CachedVariable:
         if cache is not None:
             self._bring(cache, [alias])
 
-    def _watch(self, result: object, cache: CoordinatorCache, *, hands_out: bool) -> None:
+    def watch(self, result: object, cache: CoordinatorCache, *, hands_out: bool) -> None:
+        """What a call has made of it asks too, where it shows the memory."""
         tensor = self._tensor()
         if tensor is None:
             return

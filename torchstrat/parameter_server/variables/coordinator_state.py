@@ -121,7 +121,7 @@ class CoordinatorState:
     @classmethod
     def keeps(cls, optimizer: Optimizer) -> bool:
         """Whether its state is the servers'. That of another optimizer, which the program has given it, is like any."""
-        keeper: Any = getattr(optimizer.state, "_keeper", None)
+        keeper: Any = getattr(optimizer.state, "keeper", None)
         return keeper is not None and keeper.reference() is optimizer
 
     @classmethod
@@ -147,7 +147,7 @@ class CoordinatorState:
     @staticmethod
     def of(optimizer: Optimizer) -> CoordinatorState:
         state: Any = optimizer.state
-        keeper: CoordinatorState = state._keeper
+        keeper: CoordinatorState = state.keeper
         return keeper
 
     # -- StateKeeper ------------------------------------------------------------------------------------------------

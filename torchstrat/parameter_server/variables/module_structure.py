@@ -29,21 +29,25 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
     hooks_after_accumulation,
+    hooks_before_forward,
     hooks_on_gradient,
     optimizers_without_compiler,
     own_buffers,
     own_children,
     own_parameters,
+    unsaved_buffers,
     version_of,
 )
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables import class_attributes
-from torchstrat.parameter_server.variables.derived_tensors import watch
+from torchstrat.parameter_server.variables.cached_parameter import Alias, TensorCall, let_ask
 
 ATTRIBUTES = "attributes"
 """Of the settings' keys: (this, token of a module or an optimizer) → `SetAttributes`."""
@@ -171,9 +175,9 @@ class PlainAttributes:
         return found
 
     def _watch_derived(self, owner: nn.Module | Optimizer) -> None:
-        if self._watches_derived and isinstance(owner, nn.Module) and owner._forward_pre_hooks:
+        if self._watches_derived and isinstance(owner, nn.Module) and hooks_before_forward(owner):
             for name in names_of(owner):
-                watch(owner, name)
+                _watch_derived(owner, name)
 
     def take(self, owner: Optimizer, values: Mapping[str, Any]) -> None:
         """What its steps have set, on a server. What the program has set since it was last looked at stays, and goes
@@ -198,7 +202,7 @@ class PlainAttributes:
 
 def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
     """Whether it is what a hook makes anew in each forward pass, as pruning and older reparametrizations do."""
-    return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(owner._forward_pre_hooks)
+    return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(hooks_before_forward(owner))
 
 
 def _kept(value: object) -> Any:
@@ -302,7 +306,7 @@ class ModuleStructure:
                     for name, one in own_buffers(module).items()
                 },
                 {name: None if one is None else catalog.refer_to(one) for name, one in own_children(module).items()},
-                frozenset(module._non_persistent_buffers_set),
+                frozenset(unsaved_buffers(module)),
                 hooks,
             )
             yield (MEMBERS, catalog.token_of(module)), members
@@ -348,3 +352,72 @@ def _hook_marks(module: nn.Module) -> list[object]:
         for name in _hook_tables(module)
         if (table := vars(module)[name])
     ]
+
+
+# -- what hooks before a forward pass make ----------------------------------------------------------------------------
+#
+# ``weight`` of a layer that `torch.nn.utils.prune` prunes, or of one with `torch.nn.utils.weight_norm`, is an
+# attribute that such a hook derives from parameters. On the coordinator it is as old as the last forward pass there,
+# and functions train these meanwhile. In a plain program it would be that of the last training step, which nobody has
+# here. So who reads it is told, where the hook would make another value now; pruning the layer once more reads it.
+
+_Make = Callable[[nn.Module], torch.Tensor]
+
+
+def _watch_derived(module: nn.Module, name: str) -> None:
+    """Functions may change what an attribute was derived from, if it is such a one."""
+    value = vars(module)[name]
+    make = _maker(module, name) if type(value) is torch.Tensor else None
+    if make is not None:
+        let_ask(value, DerivedValue(module, name, value, make))
+
+
+def _maker(module: nn.Module, name: str) -> _Make | None:
+    """What makes the attribute anew, and sets nothing."""
+    for hook in hooks_before_forward(module).values():
+        if getattr(hook, "_tensor_name", None) == name and hasattr(hook, "apply_mask"):
+            return hook.apply_mask  # type: ignore[no-any-return]
+        # Spectral norm goes one iteration further each time.
+        if getattr(hook, "name", None) == name and not hasattr(hook, "n_power_iterations"):
+            return getattr(hook, "compute_weight", None)
+    return None
+
+
+class DerivedValue:
+    """A `Holder`, of the attribute itself. Pickles and deep copies have it as it is."""
+
+    is_variable = False
+
+    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor, make: _Make) -> None:
+        self._module, self._name, self._tensor = weakref.ref(module), name, weakref.ref(tensor)
+        self._make = make  # pruning takes its hook away before it reads
+
+    @property
+    def shown(self) -> str:
+        return f"<{self._name}, as the last forward pass on the coordinator has made it>"
+
+    def require_value(self) -> None:
+        module, tensor = self._module(), self._tensor()
+        if module is None or tensor is None:
+            return
+        is_in_place = vars(module).get(self._name) is tensor
+        if not is_in_place:
+            return  # it is nobody's any more
+        with torch.no_grad():
+            now = self._make(module)
+        with DisableTorchFunctionSubclass():
+            if is_same(tensor, now):
+                return
+        kind = type(module).__name__
+        raise UnsupportedError(
+            f"{self._name} of {kind} is what the last forward pass on the coordinator has made of its parameters, and "
+            f"functions have changed these since. Call the {kind}, or the model that it is in, on the coordinator "
+            f"(under torch.no_grad()) before you read {self._name} or prune it again; what is trained is "
+            f"{self._name}_orig (pruning) or {self._name}_g and {self._name}_v (weight_norm)."
+        )
+
+    def call(self, call: TensorCall) -> object:
+        return call.run()
+
+    def read(self, alias: Alias) -> None:
+        pass

@@ -53,7 +53,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 
     def __init__(self, keeper: StateKeeper, held: Mapping[torch.Tensor, StateOfShard]) -> None:
         super().__init__(dict, held)
-        self._keeper = keeper
+        self.keeper = keeper
         self._checksums: list[int] | None = None
         """Of its tensors, from when they were first handed out: ``.data`` and arrays leave no trace in a version."""
         self._is_handed_out = False
@@ -62,7 +62,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 
     def refresh(self) -> None:
         """Read it, whether it is current or not."""
-        read = self._keeper.read()
+        read = self.keeper.read()
         own = {key: value for key, value in dict.items(self) if not isinstance(key, torch.Tensor)}  # no parameter's
         dict.clear(self)
         dict.update(self, {**own, **read})
@@ -91,7 +91,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 
     def _fill(self) -> None:
         self._is_handed_out = True  # first: what was written to what is replaced is looked for once more
-        if not self._keeper.is_current():
+        if not self.keeper.is_current():
             self.refresh()
         if self._checksums is None:
             self._checksums = _checksums(self)
@@ -105,7 +105,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 
     def __repr__(self) -> str:
         """Never waits for a server: debuggers and loggers call it."""
-        return repr(dict(dict.items(self))) if self._keeper.is_current() else "<optimizer state on parameter servers>"
+        return repr(dict(dict.items(self))) if self.keeper.is_current() else "<optimizer state on parameter servers>"
 
     def __reduce__(self) -> Any:
         self._fill()
@@ -133,7 +133,7 @@ def _changing(name: str) -> Callable[..., object]:
     method = getattr(collections.defaultdict, name)
 
     def change(self: RemoteOptimizerState, *args: object, **kwargs: object) -> object:
-        return self._keeper.change(self, lambda: method(self, *args, **kwargs))
+        return self.keeper.change(self, lambda: method(self, *args, **kwargs))
 
     return change
 

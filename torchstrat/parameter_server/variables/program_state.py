@@ -532,7 +532,7 @@ class Reading:
         if isinstance(state, RemoteOptimizerState):
             self._is_comparable = self._is_comparable and not state.is_changed()
         groups = optimizer.param_groups
-        marks += (id(optimizer), id(getattr(state, "_keeper", None)), len(groups))
+        marks += (id(optimizer), id(getattr(state, "keeper", None)), len(groups))
         for group in groups:
             marks.append(id(group))
             marks += group

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.core.reduction import VariableAggregation, VariableSynchronization
-from torchstrat.core.variable.storage import DeclaredShape, Edit, VariablePlacement
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.storage import Edit
+from torchstrat.core.variable.variable import Variable, VariableFacts, facts_of, variable_over
 from torchstrat.core.variables import WeakOrdered
 from torchstrat.parameter_server.messages import EditOp, VariableSpec
 from torchstrat.parameter_server.serialization.path_errors import StaysHere
@@ -105,22 +104,15 @@ class _VariableRecipe:
     """Builds a worker's object for a `Variable` that the coordinator has made."""
 
     spec: VariableSpec
-    name: str
-    aggregation: VariableAggregation
-    synchronization: VariableSynchronization
-    declared: DeclaredShape
+    facts: VariableFacts
 
     def __call__(self, world: Objects) -> Variable:
         storage = RemoteStorage(self.spec, lambda: world.resolve(("access",)))
-        strategy = world.resolve(("strategy",))
-        facts = self.name, self.aggregation, self.synchronization, self.declared
-        return object.__new__(Variable)._fill(strategy, *facts, VariablePlacement.ONE, (storage,))
+        return variable_over(storage, world.resolve(("strategy",)), self.facts)
 
 
 def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[Objects], Variable]:
-    return _VariableRecipe(
-        storage.spec, variable.name, variable.aggregation, variable.synchronization, variable._declared
-    )
+    return _VariableRecipe(storage.spec, facts_of(variable))
 
 
 def _rows_of(spec: VariableSpec, sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

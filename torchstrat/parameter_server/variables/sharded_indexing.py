@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.variable import Variable, storage_of
 from torchstrat.parameter_server.messages import EditOp
 from torchstrat.parameter_server.variables.edits import apply_edit
 
@@ -222,8 +222,8 @@ class VariableShard:
 
     def __init__(self, variable: Variable) -> None:
         self._variable = variable
-        [storage, *others] = variable._cells
-        self._storage = storage if isinstance(storage, RowStorage) and not others else None
+        storage = storage_of(variable)
+        self._storage = storage if isinstance(storage, RowStorage) else None
 
     @property
     def shape(self) -> torch.Size:

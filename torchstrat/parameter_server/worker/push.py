@@ -169,7 +169,7 @@ class StepHook:
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> Any:
     if _here.before is not None:
         return _here.before(optimizer, args, kwargs)
-    keeper = getattr(getattr(optimizer, "state", None), "_keeper", None)
+    keeper = getattr(getattr(optimizer, "state", None), "keeper", None)
     if isinstance(keeper, _StateOnServers):
         keeper.refuse_on_this_thread()
     return None
@@ -285,7 +285,7 @@ class RemoteSteps:
     def _forget_states(self) -> None:
         """What was read of them is as old as the last step."""
         for optimizer, state in self._used():
-            state._keeper.is_read = False  # type: ignore[attr-defined]
+            state.keeper.is_read = False  # type: ignore[attr-defined]
             dict.clear(state)
             state.note()
             optimizer.state = state

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_children, own_parameters
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    own_buffers,
+    own_children,
+    own_parameters,
+    unsaved_buffers,
+)
 from torchstrat.core.optimizers import is_listed
 from torchstrat.parameter_server.dispatch import (
     AGGREGATIONS,
@@ -161,7 +167,9 @@ class Settings:
         _fill(own_buffers(module), buffers)
         for name in (*members.parameters, *members.children, *members.buffers):
             vars(module).pop(name, None)  # a function has set it: Python would find that first
-        module._non_persistent_buffers_set = set(members.not_saved)
+        unsaved = unsaved_buffers(module)
+        unsaved.clear()
+        unsaved.update(members.not_saved)
         kind, tables = unpack(members.hooks, self._world)
         if kind is not None:
             module.__class__ = kind
