@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 
-from torchstrat.app.metrics_file import read_metrics
+from torchstrat.app.report import read_metrics
 from torchstrat.checkpoint.preemption import EXIT_CODE as RUN_AGAIN
 from torchstrat.launch import LocalCluster
 

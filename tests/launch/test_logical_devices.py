@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.programs import checked, ranks, trained
-from torchstrat.app.metrics_file import read_metrics
+from torchstrat.app.report import read_metrics
 
 for module in ("hydra", "sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(module)

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint
 from torch import nn
 
 import torchstrat as ts
+import torchstrat.checkpoint.preemption
 import torchstrat.checkpoint.processes
 import torchstrat.checkpoint.writing
-import torchstrat.distributed.collectives.stop_agreement
 import torchstrat.sharding.dtensor.engine  # what cells would import in their forks, each for itself
 from tests.matrix.forked_cells import folder
 from tests.matrix.places import LOGICAL_DEVICES, LOGICAL_ON_SOCKETS, REPLICAS

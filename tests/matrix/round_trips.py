@@ -55,7 +55,7 @@ from tests.matrix.table import (
     refused,
     switched_off,
 )
-from torchstrat.checkpoint import items, optimizer_item, plain, safetensors_file
+from torchstrat.checkpoint import items, optimizer_item, safetensors_file, stored
 from torchstrat.core import _torch_private
 from torchstrat.core.pieces import memory_of
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
@@ -360,7 +360,7 @@ FAULTS = (
     ),
     PlantedFault(
         "versions in a plain file are not read",
-        switched_off(plain, "versions_of", lambda state, name="": None),
+        switched_off(stored, "versions_of", lambda state, name="": None),
         cells_at("versions of modules", "plain file in"),
     ),
     PlantedFault(

@@ -299,7 +299,7 @@ def open_and_close() -> tuple[tuple[int, int], tuple[int, int], int]:
 
 def test_a_closed_strategy_leaves_no_memory_and_no_descriptors(two_processes: Workers) -> None:
     for before, after, meanwhile in two_processes.run(open_and_close):
-        # The store's thread closes what the other process has left in its own time: what leaks does so with each opening.
+        # The store's thread closes what the other process has left in its own time: what leaks does so every time.
         assert after[0] - before[0] < OPENINGS
         # What earlier tests have left to torch's compiler lives as long as that does.
         assert after[1] <= before[1] < meanwhile

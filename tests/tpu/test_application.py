@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.tpu.hlo import COMPILES_QUICKLY, DUMP_FLAGS, DumpFolder
-from torchstrat.app.metrics_file import read_metrics
+from torchstrat.app.report import read_metrics
 
 for module in ("hydra", "sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(module)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.contract_on_tpu import REFUSED, REFUSED_ON_DEVICES, run_case_on_tpu
 from tests.tpu.models import make_strategy
 from torchstrat.testing import contract
-from torchstrat.testing.contract_on_tpu import REFUSED, REFUSED_ON_DEVICES, run_case_on_tpu
 
 pytestmark = pytest.mark.tpu
 

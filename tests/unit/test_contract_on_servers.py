@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import torchstrat as ts
+from tests.support.contract_on_servers import PYTHON_STATE, REFUSED, run_case_on_servers
 from tests.support.replicas import reference
 from torchstrat.testing import cases_optimizers, contract
-from torchstrat.testing.contract_on_servers import PYTHON_STATE, REFUSED, run_case_on_servers
 from torchstrat.testing.fake_cluster import FakeCluster
 
 pytestmark = [pytest.mark.unit, pytest.mark.deadline(120)]

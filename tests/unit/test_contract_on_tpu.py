@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 import torchstrat as ts
+from tests.support.contract_on_tpu import OTHER_NUMBERS, REFUSED, run_case_on_tpu
 from tests.support.replicas import reference
 from torchstrat.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.testing import contract
-from torchstrat.testing.contract_on_tpu import OTHER_NUMBERS, REFUSED, run_case_on_tpu
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 from torchstrat.testing.training import regression
 

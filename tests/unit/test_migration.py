@@ -18,8 +18,8 @@ import torch
 
 import torchstrat as ts
 from tests.migration import TEXT, TITLES, losses, program, replaced, run
-from torchstrat.distributed.collectives.communication_options import in_own_words
 from torchstrat.sharding.tpu.system import system_of
+from torchstrat.strategies.multi_worker_mirrored import in_own_words
 from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.fake_tpu import FakeSpmdRuntime
 

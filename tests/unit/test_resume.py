@@ -32,12 +32,10 @@ from torchstrat import CheckpointManager, ClusterCoordinator, DistributedDataset
 from torchstrat.app import asynchronous, build, data, loop
 from torchstrat.app import config as schema
 from torchstrat.app.asynchronous import AsynchronousLoop, LoaderOrder
-from torchstrat.app.checkpoints import Checkpoints, checkpoints_of, directory_of
+from torchstrat.app.checkpoints import Checkpoints, Position, checkpoints_of, directory_of
 from torchstrat.app.launch import Run, RunAgain
-from torchstrat.app.metrics_file import MetricsFile, read_metrics, records_until
 from torchstrat.app.parameter_server_cluster import ClusterSize, cluster_of, given_resolver, serve
-from torchstrat.app.position import Position
-from torchstrat.app.report import FolderReport, Report
+from torchstrat.app.report import FolderReport, MetricsFile, Report, read_metrics, records_until
 from torchstrat.checkpoint.items import Reads
 from torchstrat.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from torchstrat.distributed.cluster import ProcessPlan
@@ -619,7 +617,7 @@ def test_an_earlier_record_that_is_gone_is_missed_aloud(runs: Runs, capsys: pyte
 
 def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 10.0, 14.0, 1000.0, 1006.0, 1006.0])
-    monkeypatch.setattr("torchstrat.app.position.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("torchstrat.app.checkpoints.time.perf_counter", lambda: next(now))
     position, later = (Position(schema.ExperimentConfig(), Path()) for _ in range(2))
     position.begin_epoch(1)  # at 0
     position.count(0.5, 100)

@@ -60,7 +60,7 @@ COMMANDS = {
     "consolidate": Command(
         "CHECKPOINT FILE",
         "write a checkpoint as one plain state_dict, FILE.pt or FILE.safetensors, that needs no torchstrat",
-        "torchstrat.checkpoint.consolidate_command:main",
+        "torchstrat.checkpoint.consolidate:main",
     ),
     "verify": Command(
         "MODULE:BUILD MODULE:STEP MODULE:BATCHES [STRATEGY …]",

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchstrat.app import targets
 from torchstrat.app.config import require
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.data.worker_signals import outlive_preemption
+from torchstrat.data.workers import outlive_preemption
 
 Array = npt.NDArray[Any]
 Rows = tuple[Array, Array]

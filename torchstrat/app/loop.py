@@ -16,11 +16,10 @@ from torch import nn
 
 import torchstrat as ts
 from torchstrat.app import build, data, targets
-from torchstrat.app.checkpoints import Checkpoints, checkpoints_of
+from torchstrat.app.checkpoints import Checkpoints, Position, checkpoints_of
 from torchstrat.app.config import ExperimentConfig, require
 from torchstrat.app.data import Examples, Loss
 from torchstrat.app.launch import Run
-from torchstrat.app.position import Position
 from torchstrat.app.report import FolderReport, Report, StepTraffic, programs_of, told
 
 Batch = tuple[Any, torch.Tensor]

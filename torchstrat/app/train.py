@@ -21,7 +21,8 @@ from torchstrat.app.checkpoints import directory_of
 from torchstrat.app.config import require
 from torchstrat.app.launch import Run
 from torchstrat.app.loop import loss_of, planned_steps, score
-from torchstrat.checkpoint.evaluation import Evaluation, SidecarEvaluator
+from torchstrat.checkpoint.evaluation import SidecarEvaluator
+from torchstrat.checkpoint.journal import Evaluation
 from torchstrat.distributed.cluster_resolver import TFConfigClusterResolver
 from torchstrat.distributed.cluster_spec import EVALUATOR
 

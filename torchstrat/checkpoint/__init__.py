@@ -11,20 +11,18 @@ From the public class downwards::
     selection.py       which part is restored, and what becomes of names that do not fit
     pieces.py          what things are called: paths, and pieces of tensors
     files.py           the files of each process: blocks of rows, a few MB at a time, with checksums
-    torch_index.py     the index of these for torch.distributed.checkpoint
-    torch_folder.py    what torch.distributed.checkpoint wrote
-    stored.py          opening what is there, and whether it is what was written
+    torch_folder.py    what torch.distributed.checkpoint wrote, and the index of our files for it
+    stored.py          opening what is there, a plain `state_dict` in a file too, and whether it is what was written
     reading.py         reading pieces of it, or only checking them first
     manifest.py        what is where, and checksums
     folder.py          a folder that appears whole or not at all, by one writer
     disk.py            every change on the disk
     manager.py         `CheckpointManager`: which checkpoints to keep in one directory, and which to restore
     numbered.py        what is in that directory, and whether there will be more
-    plain.py           a plain `state_dict` in a file, as a checkpoint
-    safetensors_file.py  that format
-    consolidate.py     a checkpoint as a plain `state_dict` in a file; consolidate_command.py from the shell
+    safetensors_file.py  a format of such files
+    consolidate.py     a checkpoint as a plain `state_dict` in a file, also from the shell
     preemption.py      `PreemptionHandler`: told to end, save first
-    evaluation/        evaluating the checkpoints of a training that runs elsewhere
+    evaluation.py      evaluating the checkpoints of a training that runs elsewhere; its results: journal.py
 
 What lives on parameter servers: `torchstrat.parameter_server.variables.server_checkpoint` and
 `torchstrat.parameter_server.server.service`.

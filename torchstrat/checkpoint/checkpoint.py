@@ -251,9 +251,8 @@ def _restore(
 ) -> SkippedKeys:
     from torchstrat.checkpoint import job_state
     from torchstrat.checkpoint.files import read
-    from torchstrat.checkpoint.plain import PlainFile
     from torchstrat.checkpoint.selection import Comparison
-    from torchstrat.checkpoint.stored import open_checkpoint
+    from torchstrat.checkpoint.stored import PlainFile, open_checkpoint
 
     reads: list[Reads] = []
     values: list[object] = []

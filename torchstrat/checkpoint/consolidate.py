@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint import safetensors_file
     from torchstrat.checkpoint.reading import Stored
 
+
+import sys
+from collections.abc import Sequence
+
+from torchstrat.core.commands import parser_with_examples
+from torchstrat.core.errors import TorchstratError
+
 _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".safetensors": "safetensors"}
 
 
@@ -84,8 +91,7 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
     Returns ``out``. Raises `InvalidArgumentError` for a format that is not known, a checkpoint that is not there or is
     damaged, and a file that cannot be written; what was at ``out`` before is still there then.
     """
-    from torchstrat.checkpoint.plain import PlainFile
-    from torchstrat.checkpoint.stored import open_checkpoint
+    from torchstrat.checkpoint.stored import PlainFile, open_checkpoint
 
     target = Path(os.path.abspath(out))
     kind = _format_of(target, format)
@@ -396,3 +402,25 @@ def _is_tensors(tree: object) -> bool:
     if not isinstance(tree, dict):
         return False
     return isinstance(tree.get("param_groups"), list) or all(_is_tensors(one) for one in tree.values())
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the checkpoint that ``words`` name as one plain file, and print the file's path."""
+    parser = parser_with_examples(
+        "torchstrat consolidate",
+        "Write a checkpoint as one plain state_dict that needs no torchstrat. See torchstrat.consolidate.",
+        (
+            "torchstrat consolidate checkpoints/step-00000600 model.pt",
+            "torchstrat consolidate checkpoints/step-00000600 model.safetensors",
+        ),
+        usage="torchstrat consolidate CHECKPOINT FILE",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its folder")
+    parser.add_argument("file", metavar="FILE", help="whose name ends in .pt, .pth, .bin or .safetensors")
+    options = parser.parse_args(words)
+    try:
+        sys.stdout.write(f"{consolidate(options.checkpoint, options.file)}\n")
+    except TorchstratError as error:
+        sys.stderr.write(f"torchstrat consolidate: {error}\n")
+        return 1
+    return 0

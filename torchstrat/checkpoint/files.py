@@ -269,9 +269,7 @@ def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> FileCheck:
     files = {name: check for part in parts for name, check in part.files.items()}
     _require_whole(files)
     # Imported here: the package is needed by the one process that writes this, and its import takes seconds.
-
-    # Imported here: the package is needed by the one process that writes this, and its import takes seconds.
-    from torchstrat.checkpoint.torch_index import packed_metadata
+    from torchstrat.checkpoint.torch_folder import packed_metadata
 
     packed = packed_metadata(files)
     with NewFile(folder / INDEX) as file:

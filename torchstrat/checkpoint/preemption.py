@@ -17,13 +17,15 @@ import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
 
 from torchstrat.core import context
+from torchstrat.core.communicator import Communicator, Work
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
-
-if TYPE_CHECKING:
-    from torchstrat.distributed.collectives.stop_agreement import StopAgreement
+from torchstrat.distributed.cluster import ProcessPlan
 
 EXIT_CODE: Final = 75
 """EX_TEMPFAIL of <sysexits.h>: not a failure, "run me again". Also on systems whose ``os`` has no such name."""
@@ -124,9 +126,6 @@ class PreemptionHandler:
     def _agreed_with(self) -> StopAgreement | None:
         """How this process agrees with the others; None while it knows of none."""
         if self._agreement is None and _num_processes() > 1:
-            # Imported here: only where there are several processes.
-            from torchstrat.distributed.collectives.stop_agreement import StopAgreement
-
             self._agreement = StopAgreement.of_default_group(self._timeout)
         return self._agreement
 
@@ -299,3 +298,59 @@ def _in_forked_child() -> None:
 
 
 _UNSTOPPABLE = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+
+
+_WHAT = "the agreement to stop (PreemptionHandler.should_stop)"
+
+
+class StopAgreement:
+    """One question per step: has anybody been told to stop?
+
+    Each question's sum over the processes is started and left to itself while the next step runs; `next` answers with
+    the sum of the question before. So the answer comes one step late and nobody waits for it: what is left of the cost
+    is that of starting a sum of one number. Asking for the answer at once would put a round trip into every step.
+
+    Args:
+        communicator: Nobody else uses it; `close` closes it.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._told = torch.zeros(1, dtype=torch.int32)
+        self._work: Work | None = None
+
+    @classmethod
+    def of_default_group(cls, timeout: timedelta) -> StopAgreement:
+        """Between the processes of torch.distributed's default group. Each of them calls it."""
+        # Imported here: only where there are several processes.
+        from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        plan = ProcessPlan(rank, size, rank, size, None, False, f"rank {rank} of {size}")
+        return cls(ProcessGroupCommunicator(plan, "cpu", timeout))
+
+    def next(self, told: bool) -> bool:
+        """Whether anybody said ``told`` in the call before this one; the same answer in all processes.
+
+        Collective: every process makes its n-th call after the same step.
+        """
+        if self._answer():
+            return True
+        self._told.fill_(int(told))
+        self._work = self._communicator.all_reduce(self._told, _WHAT)
+        return False
+
+    def close(self, *, wait: bool) -> None:
+        """Nothing is under way after it. ``wait``: for the last answer, which all processes have asked for."""
+        try:
+            if wait:
+                self._answer()
+        finally:
+            self._communicator.close()
+
+    def _answer(self) -> bool:
+        if self._work is None:
+            return False
+        work, self._work = self._work, None
+        work.wait()
+        return bool(self._told.item())

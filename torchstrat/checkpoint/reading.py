@@ -159,7 +159,7 @@ INDEX = ".metadata"
 
 class Stored(Protocol):
     """A checkpoint that is there to be read: a folder of torchstrat's, of torch's (`torch_folder`), or a plain file
-    (`plain`)."""
+    (`stored`)."""
 
     @property
     def folder(self) -> Path:

@@ -16,6 +16,7 @@ import math
 import os
 import pathlib
 import pickle
+import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +31,15 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from torchstrat.checkpoint.manifest import FileCheck, check_file
-from torchstrat.checkpoint.pieces import KeyPath, Piece
+from torchstrat.checkpoint.manifest import Entry, FileCheck, check_file
+from torchstrat.checkpoint.pieces import KeyPath, Piece, key_of
 from torchstrat.checkpoint.reading import INDEX
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError
@@ -221,3 +224,44 @@ class _Receiver(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         return central_plan
+
+
+def packed_metadata(files: Mapping[str, FileCheck]) -> bytes:
+    """The content of its file ``.metadata``."""
+    found: dict[str, Any] = {}
+    places: dict[MetadataIndex, object] = {}
+    paths = {}
+    for name, check in files.items():
+        for offset, entry in check.by_offset():
+            key = key_of(entry.path)
+            paths[key] = entry.path
+            index = MetadataIndex(key)
+            if entry.shape is None:
+                found[key] = BytesStorageMetadata()
+            else:
+                chunk = _chunk(entry, entry.shape)
+                tensor = found.setdefault(key, _described(entry, entry.shape))
+                index = MetadataIndex(key, chunk.offsets, len(tensor.chunks))
+                tensor.chunks.append(chunk)
+            places[index] = _torch_private.place_in_checkpoint_file(name, offset, entry.bytes)
+    return pickle.dumps(
+        Metadata(
+            state_dict_metadata=found,
+            planner_data=paths,
+            storage_data=places,
+            storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
+            version=_torch_private.checkpoint_version(),
+        )
+    )
+
+
+def _described(entry: Entry, shape: tuple[int, ...]) -> TensorStorageMetadata:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+
+
+def _chunk(entry: Entry, shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    if not shape:
+        return ChunkStorageMetadata(torch.Size(()), torch.Size(()))
+    inner = shape[1:]
+    return ChunkStorageMetadata(torch.Size((entry.first, *[0] * len(inner))), torch.Size((entry.rows, *inner)))

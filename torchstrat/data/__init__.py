@@ -1,17 +1,16 @@
 """Input: global batches to replica batches, over one process or many.
 
-Reading order: `rebatch` (the two rules), `marks`, `containers` and `rows` (what a batch is), `readings` (what shapes do
-not tell), `streams` (rules applied to batches), `sources` and `loader` (what can be
-read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (what the training loop sees),
+Reading order: `marks` and `rows` (what a batch is, and the two rules that divide it), `readings` (what shapes do not
+tell), `streams` (rules applied to batches), `sources` and `loader` (what can be read), `distribute` and `order`
+(several processes), `own_draws` and `workers` (random draws), `prefetch`, `distributed` (what the training loop sees),
 `v1_iterators` (the same for programs in the style of TensorFlow 1). Where a pass stands, and how to go on from there:
-`position` (what is saved), `draws` (orders that are drawn again), `sequence` and `iterable_loader` (data that is read
-again), `standing` and `progress` (which place each step leads to).
+`position` (what is saved), `order` (indices that are drawn again), `sequence` and `iterable_loader` (data that is read
+again).
 """
 
 from torchstrat.core.engine import InputLayout
 from torchstrat.data.distribute import distribute_dataset, distribute_datasets_from_function
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator
-from torchstrat.data.layout import batch_sizes_for_worker
 from torchstrat.data.marks import axis, examples, same, unmarked
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from torchstrat.data.pipeline import (
@@ -23,10 +22,11 @@ from torchstrat.data.pipeline import (
     Pipeline,
     TextLineDataset,
 )
+from torchstrat.data.rows import batch_sizes_for_worker
 from torchstrat.data.sources import FileSource
 from torchstrat.data.spec import PerReplicaSpec, TensorSpec
 from torchstrat.data.v1_iterators import InputIterator
-from torchstrat.data.worker_signals import outlive_preemption
+from torchstrat.data.workers import outlive_preemption
 
 __all__ = [
     "AUTOTUNE",

@@ -31,12 +31,11 @@ from torchstrat.data.own_draws import (
     next_of,
     seeds_of_pass,
 )
-from torchstrat.data.pass_draws import draw_for_workers, generator_of_workers
 from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, rows_of, skip, skip_extra
-from torchstrat.data.worker_draws import Watch, WatchedInWorkers
+from torchstrat.data.workers import Watch, WatchedInWorkers, draw_for_workers, generator_of_workers
 
 if TYPE_CHECKING:
     from torchstrat.data.sources import FileSource

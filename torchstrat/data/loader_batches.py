@@ -14,11 +14,11 @@ from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
-from torchstrat.data.layout import equal_chunks
 from torchstrat.data.marks import with_same_of
 from torchstrat.data.order import Index
 from torchstrat.data.own_draws import COMMON, OwnDraws
 from torchstrat.data.readings import MARKS, CollateReading, copies, require_aligned
+from torchstrat.data.rows import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
 
 Collate = Callable[[list[Any]], nest.Nest]

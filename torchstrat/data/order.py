@@ -37,8 +37,7 @@ from torchstrat.core.communicator import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.randomness import state_of
 from torchstrat.data import spec
-from torchstrat.data.common_draws import CommonDraws
-from torchstrat.data.own_draws import Seeds, generators_of_data
+from torchstrat.data.own_draws import CommonDraws, Seeds, generators_of_data
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
 

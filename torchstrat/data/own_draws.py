@@ -6,10 +6,13 @@ the pass, the number of the batch and the stream: a replica's or a pipeline's. T
 after it, and so stay equal on all ranks whatever a data set draws. Nothing of this has to be saved but the seeds of the
 pass.
 
-Python's and NumPy's random streams of the process, read and put back in a few microseconds.
+Python's and NumPy's random streams are read and put back for every batch, which through their own functions takes 30
+and 200 µs. The words of a Mersenne twister are read where they are instead: where that has been found to agree with
+what the functions say, else by these functions.
 
-Through their own functions it takes 30 and 200 µs, for every batch. The words of a Mersenne twister are read where they
-are instead: where that has been found to agree with what the functions say, else by these functions.
+`CommonDraws`: what one rank draws for all moves the random streams of the others, too, where they stood alike. Else
+what a program draws after it (an image size for each batch, how rows of a batch are mixed) would differ from rank to
+rank, and from one device.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -423,3 +427,60 @@ def _seed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     else:
         generator.seed(seed)
+
+
+class Move(NamedTuple):
+    """Of one stream."""
+
+    stream: int | str
+    """Which of the process's, or the name of another's state in `RandomStreams`."""
+    before: int
+    """A number for where it stood."""
+    after: Any
+    """Where it stands."""
+
+
+class CommonDraws:
+    """Notes on the drawing rank what has moved, and moves it on another: the process's streams, and ``generators``."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._process, self._own = ProcessStreams(), RandomStreams((), generators)
+
+    @contextmanager
+    def noted(self) -> Iterator[list[Move]]:
+        """What is drawn within this is in the list that it yields, afterwards."""
+        before, moves = self._stand(), list[Move]()
+        yield moves
+        after = self._stand()
+        moves += [Move(one, _mark(old), after[one]) for one, old in before.items() if not _same(old, after[one])]
+
+    def follow(self, moves: Sequence[Move]) -> None:
+        """On a rank that has not drawn. A stream that is its own, as of a rank that is seeded by itself, stays."""
+        if not moves:
+            return
+        stand = self._stand()
+        for move in moves:
+            if move.stream in stand and _mark(stand[move.stream]) == move.before:
+                stand[move.stream] = move.after
+        self._process.put((stand[0], stand[1], stand[2]))
+        self._own.put({name: state for name, state in stand.items() if isinstance(name, str)})
+
+    def _stand(self) -> dict[int | str, Any]:
+        stand: dict[int | str, object] = dict(enumerate(self._process.stand()))
+        stand.update(self._own.own_states())
+        return stand
+
+
+def _same(one: object, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    # NumPy's, where the second of a pair of numbers is waiting, has arrays in it.
+    return number_of(one) == number_of(other) if isinstance(one, dict) and isinstance(other, dict) else one == other
+
+
+def _mark(state: object) -> int:
+    if not isinstance(state, torch.Tensor):
+        return number_of(state)
+    generator = torch.Generator()  # a state of PyTorch's has bits that no draw sees
+    generator.set_state(state)
+    return next_of(generator)

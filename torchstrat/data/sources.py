@@ -29,7 +29,7 @@ from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.data.worker_draws import ReadByItself, loaders_in
+from torchstrat.data.workers import ReadByItself, loaders_in
 
 logger = logging.getLogger("torchstrat.data")
 

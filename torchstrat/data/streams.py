@@ -15,9 +15,9 @@ from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import rows
-from torchstrat.data.layout import batch_sizes_for_worker, equal_chunks
 from torchstrat.data.marks import Marked, Same, children, is_container, is_opaque
 from torchstrat.data.readings import MARKS, differing, require_aligned, tell_of_lists
+from torchstrat.data.rows import batch_sizes_for_worker, equal_chunks
 
 logger = logging.getLogger("torchstrat.data")
 

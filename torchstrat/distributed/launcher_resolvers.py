@@ -17,9 +17,8 @@ from typing import Any
 
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, WrongTypeError
-from torchstrat.distributed.cluster import Environment, read_tf_config
+from torchstrat.distributed.cluster import ClusterResolver, Environment, address_of, read_tf_config
 from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec
-from torchstrat.distributed.resolver_interface import ClusterResolver, address_of
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@
 """
 
 from torchstrat.core.values import ValueContext
-from torchstrat.distributed.collectives.communication_options import CommunicationImplementation, CommunicationOptions
 from torchstrat.parameter_server import partitioners
 from torchstrat.strategies import tf_coordinator as coordinator
 from torchstrat.strategies.central_storage import CentralStorageStrategy
-from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from torchstrat.strategies.multi_worker_mirrored import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    MultiWorkerMirroredStrategy,
+)
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
 from torchstrat.strategies.tpu import TPUStrategy
 

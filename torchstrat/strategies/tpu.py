@@ -13,8 +13,8 @@ from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.run_options import RunOptions
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.distributed.cluster import ClusterResolver
 from torchstrat.distributed.launcher import require_one_process
-from torchstrat.distributed.resolver_interface import ClusterResolver
 from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
 from torchstrat.sharding.grid import DeviceGrid
 from torchstrat.sharding.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation

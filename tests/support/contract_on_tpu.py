@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.strategies.strategy import Strategy
 from torchstrat.testing.training import Case, Snapshot, named_losses, read, step_for
 

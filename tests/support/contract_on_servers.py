@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.testing.contract import CASES
 from torchstrat.testing.training import Batch, Case, Snapshot, named_losses, read, step_for
 

@@ -1,7 +1,7 @@
-"""What loaders' workers draw, decided or noticed in the workers, where each process reads a pipeline of its own.
+"""What a `DataLoader`'s workers draw, where each process reads rows or a pipeline of its own, and the signals they get.
 
-It is done by ``worker_init_fn`` and ``collate_fn``, which are all of a worker that a loader with an iterator of its own
-asks others for.
+Where a loader has an iterator of its own, what is drawn is decided or noticed in the workers, by ``worker_init_fn`` and
+``collate_fn``, which are all of a worker that such a loader asks others for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import random
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchstrat.data.own_draws import (
     draws_nothing,
     generators_of_data,
+    next_of,
     process_stands,
     seed_apart,
     stream_seeds,
@@ -212,6 +217,20 @@ def loaders_in(iterable: object) -> list[DataLoader[Any]]:
     return [one for one in found if isinstance(one, DataLoader) and one.num_workers]
 
 
+def generator_of_workers(loader: DataLoader[Any], number: int) -> torch.Generator | None:
+    """What the loader of one of several processes or pipelines draws the seed of its workers from: the first one's from
+    what the user's does. Where the others' is another, `draw_for_workers` has to be called when torch draws."""
+    users: torch.Generator | None = loader.generator
+    if not loader.num_workers or not number:
+        return users
+    return torch.Generator().manual_seed((next_of(users) + number) % 2**63)
+
+
+def draw_for_workers(loader: DataLoader[Any]) -> None:
+    """As torch does, so that random streams stay equal on all ranks."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
 def _flag() -> Any:
     """What a worker, forked or spawned, sets for the process that started it."""
     return torch.zeros(1, dtype=torch.uint8).share_memory_()
@@ -225,3 +244,30 @@ def _tell_of_workers_begun_before(name: str) -> None:
         "when it is iterated, or give it a worker_init_fn that seeds with context.input_pipeline_id.",
         name,
     )
+
+
+def outlive_preemption(worker: int = 0) -> None:
+    """``worker_init_fn`` of a `DataLoader` with ``num_workers``, in a program that saves on SIGTERM::
+
+        DataLoader(dataset, num_workers=4, worker_init_fn=ts.data.outlive_preemption)
+
+    torchrun and Slurm send SIGTERM to all processes, those that load data too. Those die of it, and their `DataLoader`
+    raises in the training process, before it has come to the end of its step. After this call a process ends only of a
+    SIGTERM that its own parent sends, as a `DataLoader` does with those that do not end otherwise, or, as ever, when
+    the parent is gone.
+
+    Linux only; elsewhere it does nothing. ``worker`` is not used. A ``worker_init_fn`` of your own calls this.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    # PyTorch has set a handler in C by now, which knows who sent the signal and is not to be had from Python. A thread
+    # that waits for the signal hears of the sender; it gets it as long as no other thread does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent and os.getppid() == parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="torchstrat-sigterm-of-the-parent", daemon=True).start()

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from torchstrat.checkpoint.checkpoint import Checkpoint
-from torchstrat.checkpoint.evaluation.journal import Evaluation, Journal
 from torchstrat.checkpoint.folder import is_checkpoint
+from torchstrat.checkpoint.journal import Evaluation, Journal
 from torchstrat.checkpoint.manifest import NAME as MANIFEST
 from torchstrat.checkpoint.numbered import last_step
 from torchstrat.core import nest
