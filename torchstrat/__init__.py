@@ -15,13 +15,12 @@ with _importing.without_collection():
     from torchstrat.checkpoint.evaluation import SidecarEvaluator
     from torchstrat.checkpoint.preemption import PreemptionHandler
     from torchstrat.core import errors
-    from torchstrat.core.context import experimental_set_strategy, has_strategy, in_cross_replica_context
+    from torchstrat.core.context import RunOptions, experimental_set_strategy, has_strategy, in_cross_replica_context
     from torchstrat.core.errors import OutOfRangeError
     from torchstrat.core.ftrl import Ftrl
     from torchstrat.core.losses import compute_average_loss, global_mean, scale_regularization_loss
     from torchstrat.core.progress_bar import progress
     from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
-    from torchstrat.core.run_options import RunOptions
     from torchstrat.core.values import DistributedValues, Mirrored, PerReplica, ValueContext
     from torchstrat.core.variable.variable import Variable
     from torchstrat.core.version import __version__ as __version__

@@ -26,7 +26,7 @@ from torchstrat import ReduceOp
 from torchstrat.core import losses as own_losses
 from torchstrat.core.values import DistributedValues
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
-from torchstrat.replicas import collective_functions, engine
+from torchstrat.replicas import engine, exchange
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_reducer import GradientReducer
 
@@ -300,7 +300,7 @@ FAULTS = (
     PlantedFault(
         "gradients from other replicas keep their weight where they arrive",
         _sees_each(
-            collective_functions,
+            exchange,
             "_combined_by_weight",
             lambda found: lambda engine, op, gradients: [one * 1.1 for one in found(engine, op, gradients)],
         ),
@@ -308,9 +308,7 @@ FAULTS = (
     ),
     PlantedFault(
         "the backward of all_gather keeps to this replica's own loss",
-        _sees_each(
-            collective_functions, "_combined_by_weight", lambda _: lambda engine, op, gradients: list(gradients)
-        ),
+        _sees_each(exchange, "_combined_by_weight", lambda _: lambda engine, op, gradients: list(gradients)),
         cells_at("gathered features, own rows", "even"),
     ),
     PlantedFault(
@@ -366,7 +364,7 @@ FAULTS = (
     PlantedFault(
         "the backward of all_reduce is a mean",
         _sees_each(
-            collective_functions,
+            exchange,
             "_combined_by_weight",
             lambda found: lambda engine, op, gradients: found(engine, ReduceOp.MEAN, gradients),
         ),

@@ -30,7 +30,7 @@ from tests.matrix.table import (
     refused,
     switched_off,
 )
-from torchstrat.core import variables
+from torchstrat.core import reachable
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
@@ -354,7 +354,7 @@ FAULTS = (
     ),
     PlantedFault(
         "deep copies are seen in a step's first run only",
-        switched_off(variables, "watch_first_copy", lambda watcher: lambda: None),
+        switched_off(reachable.CreationWatch, "note_copy", lambda self: None),
         (f"a deep copy, moved | {TWICE}{LATER} | mirrored x2",),
     ),
 )

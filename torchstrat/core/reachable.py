@@ -1,18 +1,22 @@
-"""What a step function can reach: its closure, the globals it names, defaults, bound ``self``, and its arguments; and
-where the memory of a tensor is, by which variables are found that share theirs with what is reached."""
+"""What a step function can reach: its closure, the globals it names, defaults, bound ``self``, and its arguments; where
+the memory of a tensor is, by which variables are found that share theirs with what is reached; and what comes into
+reach while it is watched: modules, optimizers and helpers as they are created."""
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import dis
 import functools
 import itertools
 import random
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +27,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, is_of_transform, own_children
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    is_of_transform,
+    new_hook_key,
+    own_children,
+    registration_hooks,
+)
 from torchstrat.core.values import DistributedValues
 from torchstrat.core.variable.tensor_like import TensorLike
 
@@ -306,3 +316,138 @@ def address_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     with DisableTorchFunctionSubclass():  # one of parameter servers would bring its values, and keep them in mind
         return tensor.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class Watcher:
+    """Callbacks; they are called on the creating thread, and only where ``is_current()``."""
+
+    is_current: Callable[[], bool]
+    on_member: Callable[[nn.Module, str, Any], None]
+    """A parameter, buffer or child is about to be registered in a module under a name."""
+    on_copy: Callable[[nn.Module], None]
+    """A module has been made by a deep copy, or unpickled."""
+    on_helper: Callable[[Any], None]
+    """An optimizer, scheduler or gradient scaler has been made."""
+
+
+class MembersWatch:
+    """Reports members from `begin` to `end`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._key = new_hook_key()
+        self._hook = self._on_member
+
+    def begin(self) -> None:
+        for hooks in registration_hooks:
+            hooks[self._key] = self._hook
+
+    def end(self) -> None:
+        for hooks in registration_hooks:
+            hooks.pop(self._key, None)
+
+    def _on_member(self, module: nn.Module, name: str, member: object) -> None:
+        if self._watcher.is_current():
+            self._watcher.on_member(module, name, member)
+
+
+class CreationWatch(MembersWatch):
+    """Reports copies and helpers, too: between `begin_classes` and `end_classes`, and else from the first time on that
+    a module is deep-copied.
+
+    torch's registration hooks are global dictionaries and cost nothing to enter and leave. They miss deep copies and
+    all that is no module; for these, methods of torch's classes are wrapped. Not in every run: each change of a class
+    makes Python forget what it has cached about all its subclasses, and from 3.13 on it stops caching for a class that
+    was changed a thousand times.
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__(watcher)
+        self._has_seen_copy = False
+        _copiers_by_class[nn.Parameter] = _copiers_by_class[torch.Tensor] = _copy_tensor
+
+    def begin_classes(self) -> None:
+        """Calls nest."""
+        _wraps.add(self._watcher)
+
+    def end_classes(self) -> None:
+        _wraps.remove(self._watcher)
+
+    def end(self) -> None:
+        super().end()
+        if self._has_seen_copy:
+            self._has_seen_copy = False
+            self.end_classes()
+
+    def note_copy(self) -> None:
+        """A module is about to be deep-copied."""
+        if self._watcher.is_current() and not _wraps.has(self._watcher):
+            self._has_seen_copy = True
+            self.begin_classes()
+
+
+def _copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` calls from the first strategy on. A module is made from its copied members, so it is not
+    there yet when the first of these is copied."""
+    if isinstance(tensor, nn.Parameter) or isinstance(next(iter(memo.values()), None), nn.Module):
+        for hook in tuple(registration_hooks[0].values()):
+            watch = getattr(hook, "__self__", None)
+            if isinstance(watch, CreationWatch):
+                watch.note_copy()
+    return tensor.__deepcopy__(memo)
+
+
+_copiers_by_class: dict[type, Callable[[Any, dict[int, Any]], Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+
+
+class _Wraps:
+    """The wrapped methods: there once, however many watch, in whichever threads and order they begin and end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watchers: list[Watcher] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, watcher: Watcher) -> None:
+        with self._lock:
+            self._watchers.append(watcher)
+            if not self._undo:
+                self._wrap(nn.Module, "__setstate__", lambda watcher, made: watcher.on_copy(made))
+                for helper_type in HELPER_TYPES:
+                    self._wrap(helper_type, "__init__", lambda watcher, made: watcher.on_helper(made))
+
+    def remove(self, watcher: Watcher) -> None:
+        with self._lock:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                while self._undo:
+                    self._undo.pop()()
+
+    def has(self, watcher: Watcher) -> bool:
+        return watcher in self._watchers
+
+    def _wrap(self, owner: type, name: str, report: Callable[[Watcher, Any], None]) -> None:
+        original = vars(owner).get(name)
+        if original is None:
+            return
+
+        def wrapped(instance: object, *args: object, **kwargs: object) -> object:
+            result = original(instance, *args, **kwargs)
+            for watcher in tuple(self._watchers):
+                if watcher.is_current():
+                    report(watcher, instance)
+            return result
+
+        wrapped.__wrapped__ = original  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)
+        self._undo.append(lambda: _unwrap(owner, name, wrapped, original))
+
+
+_wraps = _Wraps()
+
+
+def _unwrap(owner: type, name: str, wrapped: object, original: object) -> None:
+    # Someone may have wrapped the method again in the meantime; theirs then keeps calling ours, which does no harm.
+    if vars(owner).get(name) is wrapped:
+        setattr(owner, name, original)

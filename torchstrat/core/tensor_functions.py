@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,3 +38,15 @@ NEEDS_NO_VALUES = frozenset(
         *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
     }
 )
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in positional or keyword arguments, as deep as operators take them: in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)

@@ -2,7 +2,7 @@
 
 Registration hooks alone see only part of a model (deep copies and bare parameters register nothing), so three sources
 are joined: hooks that last while a scope is open or a run goes on, the constructors of optimizers, schedulers and
-gradient scalers in that time (see `creation`), and a walk over what the step function can reach (see `reachable`).
+gradient scalers in that time, and a walk over what the step function can reach (see `reachable`).
 Everything is held weakly: a model that the user drops is forgotten.
 """
 
@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import is_compiler_at_work, is_view, own_buffers, own_children, own_parameters
 from torchstrat.core.buffer_rules import BufferRules
-from torchstrat.core.creation import MembersWatch, Watcher, watch_classes, watch_first_copy
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
-from torchstrat.core.reachable import Reached, Start, address_of, has_address
+from torchstrat.core.reachable import CreationWatch, Reached, Start, Watcher, address_of, has_address
 
 _MOST_OBJECTS = 64  # that a step reaches: the nearest ones; further away lie data
 _MOST_PLAIN = 200
@@ -154,9 +153,8 @@ class VariableRegistry:
         """Whether variables and gradients that share memory have to be told, for replicas of one process."""
         self._flat_seen: set[int] = set()
         self._stands_for: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
-        self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
-        self._members_watch = MembersWatch(self._watcher)
-        self._opened: list[Callable[[], None]] = []  # what ends the watch for copies and helpers
+        self._watch = CreationWatch(Watcher(is_current, self._on_member, self._on_copy, self._on_helper))
+        self._opened: list[bool] = []  # whether each watches classes
         self._walked: dict[Any, Start] = {}  # of the last so many steps
         self.buffer_rules = BufferRules()
         self.on_member: Callable[[nn.Module, str, Any], None] | None = None
@@ -176,14 +174,17 @@ class VariableRegistry:
         """Start recording what is created. Calls nest. ``classes``: also helpers that are made before the first deep
         copy of a module."""
         if not self._opened:
-            self._members_watch.begin()
-        self._opened.append(watch_classes(self._watcher) if classes else watch_first_copy(self._watcher))
+            self._watch.begin()
+        if classes:
+            self._watch.begin_classes()
+        self._opened.append(classes)
 
     def close(self) -> None:
-        self._opened.pop()()
+        if self._opened.pop():
+            self._watch.end_classes()
         if self._opened:
             return
-        self._members_watch.end()
+        self._watch.end()
         if self._has_unknown_children():
             for module in list(self._modules):
                 self._add_tree(module)

@@ -50,9 +50,8 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.context import get_replica_context
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_bytes import overlap
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, methods
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, methods, tensors_in
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
 from torchstrat.replicas.renormed_rows import scaling_tables
 

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import version_of
+from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.gradients import CombinedGradient
 from torchstrat.core.pieces import plain_kind
 from torchstrat.core.reachable import address_of, has_address
@@ -467,3 +468,56 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != torch.strided:
         return one.shape == other.shape
     return torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
+
+
+def refuse_changes_of(made: list[TensorSlot], replicas: list[int], describe: Callable[[torch.Tensor], str]) -> None:
+    """Raises where a replica has changed a variable that another has made, otherwise than its maker has since. For
+    parked slots.
+
+    Between processes each replica makes its own (``if self.average is None: self.average = Average(model)``). In one
+    process the others find the first one's, as it was when they came to it, and have it to themselves from there on.
+    Nobody can tell whether what its maker had changed by then was to give it its first values, or something that the
+    others do once more. So all that change it have to do so equally often from there on, as they do where it is made
+    before the backward pass and changed after the optimizer's step.
+    """
+    for slot in made:
+        for replica in replicas:
+            is_edited, maker = slot.is_edited(replica), slot.made_by
+            if maker in (None, replica) or not (is_edited or sample(slot.data[replica]) != slot.first):
+                continue
+            is_as_often = is_edited and slot.versions[replica] == slot.versions[maker]
+            if not is_as_often and not are_equal(slot.data[replica], slot.data[maker]):
+                raise made_by_another(describe(slot.tensor), maker, replica)
+
+
+def settle(made: list[TensorSlot], replicas: list[int], home: int) -> None:
+    """The run ends: what no other replica has used is as its maker left it; all else is as the first one left it.
+    ``home``: the key of the central components."""
+    for slot in made:
+        maker = slot.made_by
+        if maker is not None and not slot.is_shared and maker != replicas[0]:
+            others = [replica for replica in replicas if replica != maker]
+            if not any(slot.is_edited(one) or slot.grads.get(one) is not None for one in others):
+                slot.data[home], slot.grads[home] = slot.data[maker], slot.grads.get(maker)
+
+
+def made_by_another(name: str, maker: int | None, replica: int) -> ReplicaDivergenceError:
+    """The error."""
+    return ReplicaDivergenceError(
+        f"replica {maker} has made {name} in this run, and replica {replica}, which found it there, has changed it "
+        f"otherwise than replica {maker} has since. Replicas of one process share what one of them makes, so what a "
+        "step on one device does once would be done to it several times. Make it within `with strategy.scope():`, "
+        "before the first run that changes it."
+    )
+
+
+def reference_of_entry(owner: object, entries: dict[int, Any]) -> weakref.ref[Any]:
+    """For the ``reference`` of an entry that is made for ``owner``, and is dropped from ``entries`` with it. These
+    are by `id`: tensors define ``==`` otherwise than by identity."""
+    key = id(owner)
+
+    def forget(reference: weakref.ref[Any]) -> None:
+        if key in entries and entries[key].reference is reference:
+            del entries[key]
+
+    return weakref.ref(owner, forget)

@@ -8,15 +8,18 @@ a page of the docs is made from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core.communicator import Communicator
+from torchstrat.core.errors import InvalidArgumentError, ReplicaDriftError
 from torchstrat.core.pieces import memory_of
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.collectives.agreement import fingerprint
+from torchstrat.distributed.collectives.agreement import agree, fingerprint
 
 Digest = tuple[Any, ...]
 
@@ -186,3 +189,60 @@ def _digest(value: Any) -> Digest:
     if isinstance(value, dict):
         return tuple((str(key), _digest(one)) for key, one in value.items())
     return (type(value).__name__,)
+
+
+VARIABLE = "TORCHSTRAT_CHECK"
+
+
+def compare(communicator: Communicator, state: Belongings, when: str) -> None:
+    """All ranks call it. Raises `ReplicaDriftError`, on all of them, naming the first thing that is not equal."""
+    call = "check_replicas"
+    agree(communicator, call)
+    everyone = communicator.all_gather_object(digests(state), call)
+    found = first_difference(everyone, communicator.ranks)
+    if found is not None:
+        raise ReplicaDriftError(
+            f"{found}{when}. Replicas have to stay equal between runs: look for what depends on the rank, such as an "
+            "edit through .data, a value loaded or drawn on some ranks only, or a scheduler that sees its own loss."
+        )
+
+
+def first_difference(everyone: Sequence[Mapping[str, Digest]], ranks: Sequence[int]) -> str | None:
+    """The name of the first thing that differs, and which replicas have what; None if all are alike."""
+    for name in dict.fromkeys(name for own in everyone for name in own):
+        groups: dict[object, list[int]] = {}
+        for rank, own in zip(ranks, everyone, strict=True):
+            groups.setdefault(own.get(name), []).append(rank)
+        if len(groups) > 1:
+            told = (
+                "missing" if digest is None else "one" if not place else "another"
+                for place, digest in enumerate(groups)
+            )
+            each = ", ".join(
+                f"{word} on replica{'s' if len(where) > 1 else ''} {', '.join(map(str, where))}"
+                for word, where in zip(told, groups.values(), strict=True)
+            )
+            return f"{name} is not the same on all replicas ({each})"
+    return None
+
+
+class PeriodicChecks:
+    """``TORCHSTRAT_CHECK=every:100``: look after every 100th run of a strategy."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._runs = every, 0
+
+    @staticmethod
+    def from_environment() -> PeriodicChecks | None:
+        value = os.environ.get(VARIABLE, "")
+        if not value:
+            return None
+        word, _, count = value.partition(":")
+        if word != "every" or not count.isascii() or not count.isdigit() or not int(count):
+            raise InvalidArgumentError(f"{VARIABLE}={value!r} is not understood; write every:100, or unset it.")
+        return PeriodicChecks(int(count))
+
+    def is_due(self) -> int:
+        """Called after each run: its number if it is one to look after, else 0."""
+        self._runs += 1
+        return 0 if self._runs % self._every else self._runs

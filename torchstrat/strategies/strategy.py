@@ -14,12 +14,11 @@ from torch import nn
 
 from torchstrat import data
 from torchstrat.core import context, nest, notebook_html
-from torchstrat.core.context import engine_of
+from torchstrat.core.context import RunOptions, engine_of, require_run_options
 from torchstrat.core.devices import canonical
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
-from torchstrat.core.run_options import RunOptions, require_run_options
 from torchstrat.core.tracebacks import short_tracebacks, shorten
 from torchstrat.core.values import (
     DistributedValues,

@@ -8,9 +8,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from torchstrat.core.context import RunOptions
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
-from torchstrat.core.run_options import RunOptions
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.distributed.cluster import ClusterResolver

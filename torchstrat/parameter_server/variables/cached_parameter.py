@@ -27,9 +27,8 @@ from torch.nn import functional as F
 from torchstrat.core import _torch_private, _torch_script_private, gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, sparse_indices, sparse_values
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_bytes import overlap
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, tensors_in
 from torchstrat.parameter_server.messages import InitialOp, VariableSpec
 
 Moment = tuple[int, int]

@@ -32,8 +32,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.operands import tensors_in
-from torchstrat.core.tensor_functions import methods, properties
+from torchstrat.core.tensor_functions import methods, properties, tensors_in
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.worker.stand_ins import GRAD, WatchedParameter
 

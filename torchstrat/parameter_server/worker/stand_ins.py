@@ -35,9 +35,8 @@ from torch import nn
 from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import CommunicationError, ContextError
-from torchstrat.core.operands import tensors_in
 from torchstrat.core.tensor_bytes import is_same
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, tensors_in
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome
 

@@ -33,7 +33,7 @@ from torchstrat.distributed.collectives.shared_memory.common_memory import (
     kind_of,
 )
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.replicas.entries import reference_of_entry
+from torchstrat.replicas.state import reference_of_entry
 
 
 class _StagedHome(NamedTuple):

@@ -34,9 +34,8 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.replicas import optimizer_state
-from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
-from torchstrat.replicas.state import SEQUENCES, is_container, private_value, trace
+from torchstrat.replicas.state import SEQUENCES, is_container, private_value, reference_of_entry, trace
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})

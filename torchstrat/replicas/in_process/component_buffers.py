@@ -17,9 +17,8 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tensor_bytes import extent
 from torchstrat.core.variables import BufferSlot
-from torchstrat.replicas.in_process.made_in_runs import made_by_another
 from torchstrat.replicas.local_updates import OwnValues
-from torchstrat.replicas.state import sample
+from torchstrat.replicas.state import made_by_another, sample
 
 
 class _BufferState:
@@ -230,7 +229,8 @@ class ComponentBuffers:
 
     def refuse_changes_of_made(self, *, looks_at_values: bool) -> None:
         """Of what was made in this run, all replicas that have changed it have to have done so equally often (see
-        `made_in_runs`). What several have changed is everyone's. ``looks_at_values``: for changes through ``.data``."""
+        `refuse_changes_of`). What several have changed is everyone's. ``looks_at_values``: for what is changed through
+        ``.data``."""
         for state in self._made:
             for replica in self._replicas:
                 maker, changes = state.made_by, state.changes_by(replica)

@@ -24,15 +24,20 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import foreach_copy_, own_parameters, set_version_counters, version_of
 from torchstrat.core.randomness import ReplicaStreams
 from torchstrat.core.variables import Members, VariableRegistry
-from torchstrat.replicas.entries import reference_of_entry
+from torchstrat.replicas.engine import PlainTensors
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
-from torchstrat.replicas.in_process.made_in_runs import refuse_changes_of, settle
-from torchstrat.replicas.in_process.scaled_components import has_scaled_rows, rows_scaled_by_others
 from torchstrat.replicas.optimizer_state import SharedState
-from torchstrat.replicas.python_state import PlainTensors
-from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights
-from torchstrat.replicas.state import CommonStorages, TensorSlot, is_variable, sample
+from torchstrat.replicas.renormed_rows import has_scaled_rows, may_be_table, renormed_weights, rows_scaled_by_others
+from torchstrat.replicas.state import (
+    CommonStorages,
+    TensorSlot,
+    is_variable,
+    reference_of_entry,
+    refuse_changes_of,
+    sample,
+    settle,
+)
 
 CENTRAL = -1
 """The place of the central components where no replica computes on the device that holds them."""

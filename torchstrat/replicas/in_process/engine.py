@@ -32,13 +32,12 @@ from torchstrat.core.values import DistributedValues, PerReplica, batches_among,
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck
-from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import StepWeights, add_replica_note, adoption_warning, regroup
+from torchstrat.replicas.engine import StepCounts, StepWeights, add_replica_note, adoption_warning, regroup
+from torchstrat.replicas.exchange import AllGather, AllReduce, differentiable
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.local_components import LocalComponents
-from torchstrat.replicas.in_process.process_settings import ProcessSettings
 from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
 from torchstrat.replicas.local_updates import (
     LocalRounds,
@@ -50,7 +49,6 @@ from torchstrat.replicas.local_updates import (
 )
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import LeftGradients, StepsOutside
-from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import (
     DifferingEdits,
@@ -58,7 +56,7 @@ from torchstrat.replicas.state import (
     edited_differently,
     state_edited_differently,
 )
-from torchstrat.replicas.thread_state import OwnSettings, ThreadState
+from torchstrat.replicas.thread_state import OwnSettings, ProcessSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 
 

@@ -42,22 +42,20 @@ from torchstrat.replicas import exchange, optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import StepWeights, add_note, add_replica_note, adoption_warning
+from torchstrat.replicas.engine import StepCounts, StepWeights, add_note, add_replica_note, adoption_warning
+from torchstrat.replicas.exchange import AllGather, AllReduce, differentiable
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, left_gradients, put_hooks, remove_hooks
-from torchstrat.replicas.per_process.drift import compare
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
-from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import DifferingEdits
-from torchstrat.replicas.state_kinds import Belongings
+from torchstrat.replicas.state_kinds import Belongings, compare
 from torchstrat.replicas.transfer import broadcast_tensors
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"

@@ -32,11 +32,11 @@ from torchstrat.data.own_draws import generators_reached, number_of
 from torchstrat.data.random_states import RandomStreams
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
+from torchstrat.replicas.engine import StepCounts
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.per_process.edits import level_plain
 from torchstrat.replicas.per_process.step_policies import OWNER
-from torchstrat.replicas.python_state import StepCounts
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 

@@ -18,8 +18,8 @@ import torch
 from torchstrat.core import gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_zero_
 from torchstrat.core.errors import ContextError
-from torchstrat.core.operands import tensors_in
 from torchstrat.core.pieces import piece_of
+from torchstrat.core.tensor_functions import tensors_in
 
 
 def getters(*names: str) -> set[Any]:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torchstrat.core import nest
 from torchstrat.core._torch_private import is_of_transform, is_view, own_parameters, swap_tensor_impl, version_of
 from torchstrat.core.buffer_rules import is_statistic
-from torchstrat.core.creation import MembersWatch, Watcher
 from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
+from torchstrat.core.reachable import MembersWatch, Watcher
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.replicas.state import DifferingEdits

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from torchstrat.core import context, nest, reduction
-from torchstrat.core.context import ReplicaContext, StrategyLike, enter
+from torchstrat.core.context import ReplicaContext, RunOptions, StrategyLike, enter
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.gradients import shares
 from torchstrat.core.memory import Copies
 from torchstrat.core.reduction import Axis, ReduceOp
-from torchstrat.core.run_options import RunOptions
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup

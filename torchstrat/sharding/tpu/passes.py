@@ -29,15 +29,14 @@ from torchstrat.core._torch_private import (
     untouched_by_surroundings,
     version_of,
 )
-from torchstrat.core.creation import MembersWatch, Watcher
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import be_idle, make_stand_in, stepped_by
+from torchstrat.core.reachable import MembersWatch, Watcher
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
-from torchstrat.replicas.in_process.process_settings import ProcessSettings
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
-from torchstrat.replicas.thread_state import ThreadState
+from torchstrat.replicas.thread_state import ProcessSettings, ThreadState
 from torchstrat.sharding.tpu.edits import MadeInRun
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, explaining

@@ -28,7 +28,7 @@ from torchstrat.core.values import Mirrored, PerReplica, local_results, require_
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
 from torchstrat.core.variable.variable import Variable, components_of, container_of, storage_of, updating
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.replicas.per_process.drift import PeriodicChecks
+from torchstrat.replicas.state_kinds import PeriodicChecks
 from torchstrat.strategies.extended import destinations as placing
 from torchstrat.strategies.extended.destinations import ExtendedStrategy
 

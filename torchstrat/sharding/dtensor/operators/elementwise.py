@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from torchstrat.core.operands import tensors_in
+from torchstrat.core.tensor_functions import tensors_in
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, local_of, requires_grad
 from torchstrat.sharding.dtensor.devices import Cut
 from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory
