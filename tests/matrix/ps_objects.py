@@ -24,7 +24,7 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, asser
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.server import live_optimizer
-from torchstrat.parameter_server.variables import cached_parameter, class_attributes, derived_tensors, module_structure
+from torchstrat.parameter_server.variables import cached_parameter, class_attributes, module_structure
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -460,12 +460,12 @@ FAULTS = [
     ),
     PlantedFault(
         "what hooks derive is like any tensor",
-        switched_off(module_structure, "watch", lambda module, name: None),
+        switched_off(module_structure, "_watch_derived", lambda module, name: None),
         _at(DERIVED, *OLD),
     ),
     PlantedFault(
         "what hooks derive is never current",
-        switched_off(derived_tensors, "is_same", lambda one, other: False),
+        switched_off(module_structure, "is_same", lambda one, other: False),
         _at(DERIVED, "a pruned weight that nobody trains"),
     ),
     PlantedFault(
