@@ -51,6 +51,24 @@ def program() -> Iterator[Program]:
         yield Program(cluster)
 
 
+def test_a_parameter_of_a_later_group_that_no_module_has(program: Program) -> None:
+    model, optimizer = program.model, program.optimizer
+
+    def train(others: list[nn.Parameter]) -> None:
+        optimizer.zero_grad()
+        torch.stack([p.sum() for p in (*model.parameters(), *others)]).sum().backward()
+        optimizer.step()
+
+    program.run(lambda: train([]))
+    with program.coordinator.strategy.scope():
+        later = nn.Parameter(torch.ones(2))
+        optimizer.add_param_group({"params": [later], "lr": 0.25})
+    program.run(lambda: train([]))
+    assert later.tolist() == [1.0, 1.0]
+    program.run(lambda: train([later]))
+    assert later.tolist() == [0.75, 0.75]
+
+
 def _load_rate(optimizer: torch.optim.Optimizer) -> None:
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = 7.0

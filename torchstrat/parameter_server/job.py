@@ -424,6 +424,8 @@ class Job:
             self.servers.ask_all("ps.add_optimizer", new)
             self._attributes.note(optimizer)
             self._optimizers[number] = groups
+            for tensor in (one for group in optimizer.param_groups for one in group["params"]):
+                self.catalog.refer_to(tensor)  # settings of functions name it, and no module may hold it
             if known is None:
                 self._keep_state(optimizer, is_current=not self._takes_over)
                 if with_state and has_begun(optimizer, kind):
