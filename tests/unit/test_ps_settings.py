@@ -375,6 +375,7 @@ class Gradients:
             "assign": lambda: setattr(of().weight, "grad", torch.ones(1, 1)),
             "halve": lambda: of().weight.grad.mul_(0.5),
             "look": lambda: float(of().weight.grad),
+            "give": lambda: {"grad": of().weight.grad, "rows": [of().weight.grad[0]]},
             "clip": lambda: nn.utils.clip_grad_norm_(of().parameters(), 100.0),
         }
 
@@ -453,6 +454,16 @@ def test_what_another_function_left_is_refused_on_its_worker(functions: list[str
         assert two.weight() == weight
         two.run(0, "clear, backward, step")
         assert two.weight() == weight - 1
+
+
+@pytest.mark.parametrize("names", ["clear, backward, step, give", "clear, backward, give"])
+def test_a_function_may_return_its_own_gradients(names: str) -> None:
+    with program_of(2) as (two, _):
+        for worker in (0, 1, 0):
+            found = two.run(worker, names)
+            assert (float(found["grad"]), float(found["rows"][0])) == (1.0, 1.0)
+        with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
+            two.run(0, "give")
 
 
 @pytest.mark.parametrize("last", ["step", "backward, step"])

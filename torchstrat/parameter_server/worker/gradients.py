@@ -271,6 +271,7 @@ class LeftGradients:
         self._is_shared = False
         self._elsewhere: frozenset[int] = frozenset()
         self._marked: list[tuple[int, WatchedParameter]] = []  # for what is left elsewhere
+        self._to_mark: set[int] = set()  # when the next function begins: what this one returns is its own
         self.accumulates = False
         """Whether functions of the job are known to have left gradients to the servers."""
         self._blocks = 0  # of `no_sync`, in one another
@@ -311,6 +312,11 @@ class LeftGradients:
         for number, parameter in self._marked:
             if number not in self._unused:
                 parameter.has_left_gradient = False
+        for _, parameter in self._parameters(self._to_mark):
+            gradient: torch.Tensor | None = GRAD.__get__(parameter)
+            if gradient is not None:
+                _mark(parameter, gradient)
+        self._to_mark.clear()
         self._marked = list(self._parameters(self._elsewhere)) if self._elsewhere else []
         for _, parameter in self._marked:
             parameter.has_left_gradient = True
@@ -329,9 +335,10 @@ class LeftGradients:
             if gradient is None or (not is_used and _is_zero(gradient)):  # zeros are there to be added to
                 parameter.has_left_gradient = False
                 self._unused.discard(number)
+                self._to_mark.discard(number)
                 continue
             if self._is_shared:
-                _mark(parameter, gradient)
+                self._to_mark.add(number)
             if is_used:
                 self._unused.discard(number)
             else:
@@ -404,6 +411,7 @@ class LeftGradients:
         """These parameters are gone, and their gradients with them."""
         numbers = set(numbers)
         self._unused -= numbers
+        self._to_mark -= numbers
         self._marked = [(number, parameter) for number, parameter in self._marked if number not in numbers]
 
     def check(
