@@ -271,7 +271,7 @@ def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> E
         return documented("holds until the function ends, and is put back", says.get(row, "") if is_heard else "")
     if row == "attribute" and column in (IN_FUNCTION, RAISED):
         return documented("Python state is a copy per worker")
-    if row.startswith("optimizer state") and column == IN_FUNCTION:
+    if row.startswith("optimizer state") and column in (IN_FUNCTION, RAISED):
         return refused(UnsupportedError, "put state into .* or changed what is there", "the servers make the steps")
     if column == AT_ONCE and _has_last_value(row):
         return documented(

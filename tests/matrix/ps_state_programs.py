@@ -172,12 +172,14 @@ def plain(program: Program, workers: int) -> dict[str, torch.Tensor]:
         worker = index % workers
         if program.is_a_copy:
             parts.model.scale = attributes[worker]
-        if edits and program.raises and program.is_a_copy:
-            assert program.in_function is not None
-            program.in_function(parts)
+        before = settings_of(parts)
+        if edits and program.raises:
+            with suppress(ZeroDivisionError):
+                step(batch, edits=True, raises=True)
+            if program.is_put_back:
+                before()
         if program.leaves_gradients:
             step(batch, edits=False, steps=False)
-        before = settings_of(parts)
         for turn in range(workers if program.at_once else 1):
             found = step(batch, edits=edits and not program.raises and not (program.is_last and turn))
             if found is not None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core import context
 from torchstrat.core.context import StrategyLike
-from torchstrat.core.errors import ContextError, NotSendableError, OutOfRangeError
+from torchstrat.core.errors import ContextError, NotSendableError, OutOfRangeError, TorchstratError
 from torchstrat.core.randomness import state_of
 from torchstrat.parameter_server.dispatch import Raised, Report
 from torchstrat.parameter_server.interface import Endpoint, Peer
@@ -283,13 +283,23 @@ class Executor:
             with self.steps, self._made:
                 result = _call(fn, args, kwargs)
                 self._made.check()
+        except BaseException as error:
+            if _is_of_program(error):
+                self._finish()  # as on one device: what it has changed before stays
+            else:
+                self._left.end(self._copies.reached)
+            raise
+        self._finish()
+        return result
+
+    def _finish(self) -> None:
+        try:
             taken = self._left.take(self.steps.name_of)
         finally:
             self._left.end(self._copies.reached)
         self.steps.check_states()
         if self._copies.reached or self._left.accumulates:
             self.steps.finish(taken)
-        return result
 
     def release(self, numbers: Collection[int]) -> None:
         """Let go of copies of these variables, and of what the last function has left."""
@@ -345,6 +355,12 @@ def _call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str,
             "the function called next() on an iterator that has no more batches on this worker; make a new one with "
             "iter(per_worker_dataset) for every pass over the data, and schedule no more functions than it has batches."
         ) from end
+
+
+def _is_of_program(error: BaseException) -> bool:
+    """Whether the function's own code has raised it, and not torchstrat, which refuses it."""
+    is_from_below = isinstance(error, TorchstratError) and not isinstance(error, OutOfRangeError)
+    return isinstance(error, Exception) and not is_from_below
 
 
 def _tensors_of(value: object) -> Iterator[torch.Tensor]:

@@ -234,7 +234,7 @@ class Copies:
         self._is_running = False
 
     def recover(self) -> None:
-        """The function has raised: what it has written is not sent, and what it has assigned is given up."""
+        """The function has raised: what it has assigned, and has not been sent, is given up."""
         for number, parameter in self.parameters():
             if parameter.has_other_memory:
                 parameter.has_other_memory = False
