@@ -59,16 +59,18 @@ def give_hooks(
     tensor: torch.Tensor, on_gradient: dict[int, Any] | None, after_accumulation: dict[int, Any] | None
 ) -> None:
     """Have ``tensor`` call what another one has registered, as the two functions above return it."""
-    if on_gradient:
-        tensor._backward_hooks = on_gradient
-    if after_accumulation:
-        tensor._post_accumulate_grad_hooks = after_accumulation
+    given = {"_backward_hooks": on_gradient, "_post_accumulate_grad_hooks": after_accumulation}
+    for name, hooks in given.items():
+        if hooks:
+            setattr(tensor, name, hooks)
 
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """How often its values have been changed in place."""
 
 is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""What it is a view of."""
 
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")
@@ -84,6 +86,9 @@ unsaved_buffers: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_n
 hooks_before_forward: Callable[[torch.nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
 
 hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_pre_hooks")
+_hooks_after_state: Callable[[torch.optim.Optimizer], dict[int, object]] = operator.attrgetter(
+    "_optimizer_state_dict_post_hooks"
+)
 hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_post_hooks")
 
 ragged_dim: Callable[[torch.Tensor], int] = operator.attrgetter("_ragged_idx")
@@ -102,7 +107,7 @@ EXTRA_STATE: str = look_up("nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
 def saves_more(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``state_dict()`` may have other things than its state and its groups."""
     is_own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    return is_own or bool(optimizer._optimizer_state_dict_post_hooks)
+    return is_own or bool(_hooks_after_state(optimizer))
 
 
 function_mode_stack: Callable[[], list[Any]] = look_up("overrides._get_current_function_mode_stack")
@@ -181,20 +186,20 @@ def untouched_by_surroundings() -> Iterator[None]:
             _set_tracing_state(trace)
 
 
-_storage_use_count = look_up("_C._storage_Use_Count")
+_storage_use_count: Callable[[int], int] = look_up("_C._storage_Use_Count")
+_place_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+_make_subclass: Callable[[type, torch.Tensor, bool], torch.Tensor] = look_up("Tensor._make_subclass")
 
 
 def address_of_storage(tensor: torch.Tensor) -> int:
     """By which two tensors are known to share their memory, while one of them is there."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return _place_of_storage(tensor.untyped_storage())
 
 
 def tensors_in_storage(tensor: torch.Tensor) -> int:
     """How many tensors share the memory of ``tensor``, itself among them; those that autograd has saved count too."""
     storage = tensor.untyped_storage()
-    others: int = _storage_use_count(storage._cdata) - 1  # ``storage`` is one
-    return others
+    return _storage_use_count(_place_of_storage(storage)) - 1  # ``storage`` is one
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -209,8 +214,7 @@ def alias_of(value: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool 
     """A tensor of class ``kind`` over the memory of ``value``, without its history and its attributes."""
     if kind is torch.Tensor:
         return value.detach().requires_grad_(requires_grad)
-    made: torch.Tensor = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
-    return made
+    return _make_subclass(kind, value.detach(), requires_grad)
 
 
 _TRANSFORMS_TAKE = (
@@ -307,7 +311,7 @@ def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
                 _paused.setdefault((threading.get_ident(), id(optimizer)), compiling)
         return instead
 
-    before._torchdynamo_disable = True  # type: ignore[attr-defined]
+    vars(before).update(_torchdynamo_disable=True)
     return before
 
 
@@ -323,7 +327,7 @@ def after_step(hook: Callable[..., None]) -> Callable[..., None]:
                 compiling = _paused.pop((threading.get_ident(), id(optimizer)), compiling)
             _set_eval_frame(compiling)
 
-    after._torchdynamo_disable = True  # type: ignore[attr-defined]
+    vars(after).update(_torchdynamo_disable=True)
     return after
 
 
@@ -489,16 +493,20 @@ def _of_checkpoints(name: str) -> Any:
 
 
 _loader_iterator = look_up("utils.data.DataLoader._get_iterator")
+_iterator_of: Callable[[type], object] = operator.attrgetter("_get_iterator")
 
 
 def iterates_as_torch_does(loader: torch.utils.data.DataLoader[Any]) -> bool:
     """Whether what a loader hands out follows from its settings; its class, or it, may have an iterator of its own."""
     kind = type(loader)
     is_own = kind.__iter__ is not torch.utils.data.DataLoader.__iter__ or "_get_iterator" in vars(loader)
-    return not is_own and kind._get_iterator is _loader_iterator
+    return not is_own and _iterator_of(kind) is _loader_iterator
 
 
 SUM_OF_LOSSES = 2
+_index_and_labels: Callable[[object], tuple[int, torch.Tensor]] = operator.attrgetter(
+    "_saved_ignore_index", "_saved_target"
+)
 
 
 def reduction_of(node: Any) -> int | None:
@@ -511,8 +519,7 @@ def ignored_labels(node: Any) -> torch.Tensor | None:
     """Which labels a mean over labels leaves out. None: the node is no such mean."""
     if reduction_of(node) != 1 or not hasattr(node, "_saved_ignore_index"):
         return None
-    index: int = node._saved_ignore_index  # unsigned: -100 is 2**64 - 100
-    labels: torch.Tensor = node._saved_target
+    index, labels = _index_and_labels(node)  # unsigned: -100 is 2**64 - 100
     return labels == (index - 2**64 if index >= 2**63 else index)
 
 

@@ -7,8 +7,6 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from torchstrat.core._torch_private import look_up
 
 _script_kinds = [look_up(f"jit.{name}") for name in ("ScriptModule", "_script.RecursiveScriptModule")]
@@ -53,4 +51,4 @@ def before_scripts_use(callback: Callable[[list[Any]], None], is_needed: Callabl
                 setattr(kind, name, asking(vars(kind)[name], held_by))
     _ScriptMethod.__call__ = asking(_ScriptMethod.__call__, operator.attrgetter("owner"))
     _ScriptFunction.__call__ = asking(_ScriptFunction.__call__, lambda _: None)
-    torch._C._freeze_module = asking(_freeze_module, lambda held: held)
+    vars(look_up("_C")).update(_freeze_module=asking(_freeze_module, lambda held: held))

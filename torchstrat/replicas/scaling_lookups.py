@@ -39,6 +39,7 @@ from torchstrat.core._functional_private import (
 )
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
+    base_of,
     foreach_div_,
     foreach_mul_,
     is_compiler_at_work,
@@ -253,7 +254,7 @@ def _views_of(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views that the program has already made of a table, which nobody has known until now."""
     known = {id(table) for table in tables}
     found = [one for one in gc.get_objects() if type(one) is torch.Tensor and is_view(one)]
-    return [one for one in found if id(one._base) in known and id(one) not in known]
+    return [one for one in found if id(base_of(one)) in known and id(one) not in known]
 
 
 _classes: dict[type, type] = {}
