@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -34,14 +34,14 @@ class StrategyLike(Protocol):
     def scope(self) -> AbstractContextManager[StrategyLike]: ...
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        options: RunOptions | None = None,
     ) -> Any: ...
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any: ...
-    def local_results(self, value: Any) -> tuple[Any, ...]: ...
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any: ...
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: object = None) -> Any: ...
+    def local_results(self, value: object) -> tuple[Any, ...]: ...
+    def distribute_dataset(self, dataset: object, options: Any = None) -> Any: ...
 
     @property
     def _engine(self) -> ReplicaEngine: ...
@@ -54,7 +54,9 @@ class StrategyLike(Protocol):
     @property
     def _variable_placement(self) -> VariablePlacement: ...
     def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage: ...
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any: ...
+    def _make_sharded_variable(
+        self, initial_value: object, name: object, shape: object, dtype: object, **kind: object
+    ) -> object: ...
     def _variable_made(self, variable: Any) -> None: ...
 
 
@@ -274,7 +276,7 @@ class ReplicaContext:
                 "get_replica_context() anew inside each run; a context ends with its run."
             )
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: object, options: object = None) -> Any:
         """Combine ``value`` over all replicas; every replica gets the result, on its own device.
 
         ``value`` is a tensor or a nest of tensors of equal shapes and dtypes on every replica; a Python number counts
@@ -294,7 +296,9 @@ class ReplicaContext:
         self._require_current("all_gather")
         return self._engine.all_gather(value, axis)
 
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., object], args: Iterable[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Any:
         """Run ``merge_fn(strategy, *args, **kwargs)`` once for all replicas, in cross-replica context.
 
         Arguments arrive as `PerReplica` values (unwrapped where all replicas passed the same object); a `PerReplica`

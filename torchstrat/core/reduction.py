@@ -10,7 +10,7 @@ import enum
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def normalize_dims(axis: int | tuple[int, ...], rank: int, call: str) -> tuple[i
     return normal
 
 
-def is_python_number(value: object) -> bool:
+def is_python_number(value: object) -> TypeGuard[complex]:
     """Bools too, as in Python. NumPy's scalars are arrays, although ``np.float64`` is a subclass of ``float``."""
     return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
 

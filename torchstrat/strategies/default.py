@@ -35,7 +35,7 @@ class _DefaultExtended(StrategyExtended):
     def experimental_should_init(self) -> NoReturn:
         raise UnsupportedError(_NO_PROCESSES)
 
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[object]) -> Any:
         return self._smallest_name(var_list)
 
     def _require_scope(self, call: str) -> None:
@@ -63,7 +63,7 @@ class DefaultStrategy(Strategy):
 
     def _leave_scope(self, *, failed: bool) -> None: ...
 
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def distribute_dataset(self, dataset: object, options: object = None) -> Any:
         """Nothing to distribute over: the dataset itself."""
         return dataset
 
@@ -75,7 +75,7 @@ class DefaultStrategy(Strategy):
     def distribute_values_from_function(self, value_fn: Any) -> Any:
         return value_fn(ValueContext())
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise ContextError("the default strategy is unique and cannot be copied.")
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, overload
@@ -158,55 +158,55 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def run(  # type: ignore[overload-overlap]
         self,
         fn: Callable[..., None],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> None: ...
     @overload
     def run(  # type: ignore[overload-overlap]
         self,
         fn: Callable[..., tuple[A, B]],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> tuple[PerReplica[A], PerReplica[B]]: ...
     @overload
     def run(  # type: ignore[overload-overlap]
         self,
         fn: Callable[..., tuple[A, B, C]],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> tuple[PerReplica[A], PerReplica[B], PerReplica[C]]: ...
     @overload
     def run(  # type: ignore[overload-overlap]
         self,
         fn: Callable[..., list[T]],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> list[PerReplica[T]]: ...
     @overload
     def run(  # type: ignore[overload-overlap]
         self,
         fn: Callable[..., dict[K, T]],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> dict[K, PerReplica[T]]: ...
     @overload
     def run(
         self,
         fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> PerReplica[T]: ...
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Call ``fn`` once per replica, each with its own components of the distributed values in the arguments.
@@ -245,7 +245,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             raise
 
     def _run_on_engine(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
+        self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], options: RunOptions | None
     ) -> object:
         """``options`` are about compiled steps."""
         return self._engine.run(fn, args, kwargs)
@@ -256,15 +256,17 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     @overload
     def reduce(
-        self, reduce_op: ReduceOp | str, value: DistributedValues[T], axis: Any = None, *, weighted: bool = False
+        self, reduce_op: ReduceOp | str, value: DistributedValues[T], axis: object = None, *, weighted: bool = False
     ) -> torch.Tensor | T: ...
     @overload
     def reduce(
-        self, reduce_op: ReduceOp | str, value: dict[K, PerReplica[T]], axis: Any = None, *, weighted: bool = False
+        self, reduce_op: ReduceOp | str, value: dict[K, PerReplica[T]], axis: object = None, *, weighted: bool = False
     ) -> dict[K, torch.Tensor | T]: ...
     @overload
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any: ...
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: object, axis: object = None, *, weighted: bool = False
+    ) -> Any: ...
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: object = None, *, weighted: bool = False) -> Any:
         """Combine a value over replicas: "sum" or "mean".
 
         Args:
@@ -288,7 +290,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             return nest.map_structure(self._weighted_mean, value)
         return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
-    def _weighted_mean(self, leaf: Any) -> object:
+    def _weighted_mean(self, leaf: object) -> object:
         if isinstance(leaf, Variable):
             raise InvalidArgumentError(
                 "reduce with weighted=True got a Variable, which has no rows; leave weighted out, or pass what "
@@ -298,7 +300,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             return self._reduce_leaf(ReduceOp.MEAN, leaf, None)
         return self._engine.weighted_mean(leaf)
 
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> object:
+    def _reduce_leaf(self, op: ReduceOp, leaf: object, axis: Axis) -> object:
         if isinstance(leaf, Variable):
             return leaf._reduced(op, axis)
         if axis is None and not self._wraps_values and not isinstance(leaf, torch.Tensor | DistributedValues):
@@ -306,10 +308,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return self._engine.reduce(op, leaf, axis)
 
     @overload
-    def gather(self, value: DistributedValues[Any], axis: Any) -> torch.Tensor: ...
+    def gather(self, value: DistributedValues[object], axis: object) -> torch.Tensor: ...
     @overload
-    def gather(self, value: Any, axis: Any) -> Any: ...
-    def gather(self, value: Any, axis: Any) -> Any:
+    def gather(self, value: object, axis: object) -> Any: ...
+    def gather(self, value: object, axis: object) -> Any:
         """Join the components of ``value`` (a `PerReplica` tensor, or a nest) along ``axis``, in replica order.
 
         Sizes may differ along ``axis`` only. Every process has to call it, and gets the result, on the CPU.
@@ -318,14 +320,14 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         dim = parse_gather_axis(axis)
         return nest.map_structure(lambda leaf: self._gather_leaf(leaf, dim), value)
 
-    def _gather_leaf(self, leaf: Any, dim: int) -> object:
+    def _gather_leaf(self, leaf: object, dim: int) -> object:
         return leaf._gathered(dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
 
     @overload
     def local_results(self, value: DistributedValues[T]) -> tuple[T, ...]: ...
     @overload
-    def local_results(self, value: Any) -> tuple[Any, ...]: ...
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: object) -> tuple[Any, ...]: ...
+    def local_results(self, value: object) -> tuple[Any, ...]:
         """The components of ``value`` that live in this process, as a tuple; of a nest, a tuple of nests."""
         return local_results(value, self._engine.local_replicas)
 
@@ -347,13 +349,13 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _variable_made(self, variable: Variable) -> None:
         """A `Variable` of this strategy is complete."""
 
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
+    def _make_sharded_variable(self, initial_value: object, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
         """What to make instead of a `Variable`; None where this strategy does not split variables.
 
         ``kind``: the aggregation and the synchronization."""
         return None
 
-    def _place_of(self, variable: Any) -> str | None:
+    def _place_of(self, variable: object) -> str | None:
         """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
         return None
 
@@ -361,7 +363,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """The canonical form of a destination."""
         return canonical(name)
 
-    def _colocating(self, variable: Any) -> AbstractContextManager[None]:
+    def _colocating(self, variable: object) -> AbstractContextManager[None]:
         """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
         return nullcontext()
 
@@ -370,7 +372,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     # -- input ------------------------------------------------------------------------------------------------------
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> data.DistributedDataset:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None = None) -> data.DistributedDataset:
         """Split the global batches of ``dataset`` over the replicas, in the background, each on its device.
 
         Args:
@@ -383,7 +385,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return data.distribute_dataset(self, self._engine.layout, dataset, options)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[data.InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: Callable[[data.InputContext], object], options: InputOptions | None = None
     ) -> data.DistributedDataset:
         """Like `distribute_dataset`, with a pipeline per process that yields batches of replica size.
 
@@ -418,7 +420,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             "Make a strategy in each process, and save what was trained with ts.Checkpoint."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+    def __deepcopy__(self, memo: object) -> Strategy:
         return self._remake()
 
     def _remake(self) -> Strategy:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torchstrat.core import context
-from torchstrat.core.context import StrategyLike, engine_of
+from torchstrat.core.context import RunOptions, StrategyLike, engine_of
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
 from torchstrat.data import v1_iterators
@@ -20,6 +20,7 @@ from torchstrat.data.distribute import distribute_dataset
 from torchstrat.data.options import InputReplicationMode
 from torchstrat.data.pipeline import ArrayDataset
 from torchstrat.data.v1_iterators import InputIterator
+from torchstrat.sharding.annotations import LogicalDeviceMethods
 
 _DEVICES = (
     "torchstrat chooses how devices exchange tensors; leave cross_device_ops out. Between processes, "
@@ -31,7 +32,7 @@ WITHOUT_COUNTERPART = dict.fromkeys(
 """Names of ``tf.distribute`` that programs spell out and torchstrat lacks, and what to do instead."""
 
 
-class ExperimentalNames:
+class ExperimentalNames(LogicalDeviceMethods):
     """The ``experimental_`` spellings of `Strategy`'s methods: the same functions under their second names."""
 
     def experimental_distribute_dataset(self: StrategyLike, dataset: object, options: object = None) -> Any:
@@ -50,20 +51,24 @@ class ExperimentalNames:
         """`Strategy.local_results`."""
         return self.local_results(value)
 
-    def experimental_split_to_logical_devices(self: Any, tensor: object, partition_dimensions: object) -> Any:
+    def experimental_split_to_logical_devices(self, tensor: object, partition_dimensions: Sequence[int]) -> Any:
         """`Strategy.split_to_logical_devices`."""
         return self.split_to_logical_devices(tensor, partition_dimensions)
 
-    def experimental_replicate_to_logical_devices(self: Any, tensor: object) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: object) -> Any:
         """`Strategy.replicate_to_logical_devices`."""
         return self.replicate_to_logical_devices(tensor)
 
-    def experimental_assign_to_logical_device(self: Any, tensor: object, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: object, logical_device_id: int) -> Any:
         """`Strategy.assign_to_logical_device`."""
         return self.assign_to_logical_device(tensor, logical_device_id)
 
     def experimental_run_v2(
-        self: StrategyLike, fn: Any, args: Any = (), kwargs: Any = None, options: object = None
+        self: StrategyLike,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """`Strategy.run`."""
         return self.run(fn, args, kwargs, options)
@@ -72,7 +77,7 @@ class ExperimentalNames:
 class VersionOneCalls:
     """What programs written for TensorFlow 1 call. All of it works on every strategy and under every launch."""
 
-    def experimental_run(self: StrategyLike, fn: Any, input_iterator: object = None) -> Any:
+    def experimental_run(self: StrategyLike, fn: Callable[..., object], input_iterator: object = None) -> Any:
         """`Strategy.run` of ``fn`` on what ``input_iterator.get_next()`` gives; without an iterator, on nothing.
 
         Raises `OutOfRangeError` at the end of the data. Every process has to call it.
@@ -91,14 +96,16 @@ class VersionOneCalls:
 
     def make_input_fn_iterator(
         self: StrategyLike,
-        input_fn: Any,
+        input_fn: Callable[..., object],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
         """An iterator over what ``input_fn(InputContext)`` returns: a dataset of replica batches, or a function that
         is called once per replica and step. See `torchstrat.data.v1_iterators.make_input_fn_iterator`."""
         return v1_iterators.make_input_fn_iterator(self, self._engine.layout, input_fn, replication_mode)
 
-    def experimental_make_numpy_dataset(self: StrategyLike, numpy_input: object, session: Any = None) -> ArrayDataset:
+    def experimental_make_numpy_dataset(
+        self: StrategyLike, numpy_input: object, session: object = None
+    ) -> ArrayDataset:
         """The rows of an array or a nest of arrays as a dataset, one element per row: batch it, then distribute it.
 
         Lists of arrays are stacked. ``session`` means nothing without graphs. Raises `ContextError` in a replica.
@@ -135,7 +142,7 @@ class VersionOneCalls:
         """`Strategy.local_results`."""
         return self.local_results(value)
 
-    def group(self: StrategyLike, value: Any, name: str | None = None) -> Any:
+    def group(self: StrategyLike, value: object, name: str | None = None) -> Any:
         """The one component of ``value``. None where there are several: in a graph that would be an operation that
         runs them all, and here they have run."""
         components = self.local_results(value)

@@ -121,7 +121,7 @@ class Variable(TensorLike):
             initial_value, name, shape, dtype, aggregation=aggregation, synchronization=synchronization
         )
         if sharded is not None:
-            return sharded  # type: ignore[no-any-return]  # parameter servers with a partitioner; documented there
+            return sharded  # type: ignore[return-value]  # parameter servers with a partitioner; documented there
 
         def create(_: object, given: Any) -> Variable:
             first = given.values[0] if isinstance(given, PerReplica) else given

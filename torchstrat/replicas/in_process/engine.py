@@ -218,7 +218,7 @@ class InProcessReplicas:
 
     # -- run --------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         leaves = [*nest.leaves(list(args)), *nest.leaves(kwargs)] if args or kwargs else []
         weights = StepWeights(range(self.num_replicas), batches_among(leaves) if leaves else ())
         if self._runs_plainly:
@@ -261,14 +261,14 @@ class InProcessReplicas:
                 )
             self._baton = baton
 
-    def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> object:
+    def _run_plainly(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
         with self._entering[0]:
             own_args, own_kwargs = _inputs_of(0, args, kwargs)
             return fn(*own_args, **own_kwargs)
 
     def _run_replicas(
-        self, baton: Baton, weights: StepWeights, fn: Callable[..., Any], inputs: dict[int, Any]
+        self, baton: Baton, weights: StepWeights, fn: Callable[..., object], inputs: dict[int, Any]
     ) -> dict[int, object]:
         state = ThreadState()
 
@@ -480,7 +480,7 @@ class InProcessReplicas:
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None
 
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         if self._rounds:
             raise refuse_merge_call()
 

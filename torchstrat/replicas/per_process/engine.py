@@ -356,7 +356,7 @@ class PerProcessReplica:
     # -- run --------------------------------------------------------------------------------------------------------
 
     def _begin_run(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
     ) -> tuple[StepWeights, Members, Roster]:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
         self._weights = weights = StepWeights(range(self.num_replicas), batches_among(leaves) if leaves else ())
@@ -367,7 +367,7 @@ class PerProcessReplica:
         members = self.registry.members()
         return weights, members, self._take_over_initial_values(members)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         weights, members, roster = self._begin_run(fn, args, kwargs)
         if not weights.active:
             return PerReplica((), replica_ids=(), weights=weights)
@@ -383,7 +383,13 @@ class PerProcessReplica:
         return result
 
     def _run_without_idle(
-        self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: object, kwargs: object
+        self,
+        active: list[int],
+        roster: Roster,
+        members: Members,
+        fn: Callable[..., object],
+        args: object,
+        kwargs: object,
     ) -> object:
         idle = IdleReplicas(
             self._world,
@@ -418,7 +424,9 @@ class PerProcessReplica:
         self._edits.begin(self._rosters.now().tensors)
         return result
 
-    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> object:
+    def _run_replica(
+        self, roster: Roster, members: Members, fn: Callable[..., object], args: Any, kwargs: Any
+    ) -> object:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         self._find_owners()
@@ -549,7 +557,7 @@ class PerProcessReplica:
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None: ...
 
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         agree(self._communicator, "merge_call")
         me = self._world.rank
 
@@ -576,7 +584,7 @@ class PerProcessReplica:
 
     # -- cross-replica context --------------------------------------------------------------------------------------
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
         if isinstance(value, DistributedValues):
             return exchange.reduce_values(self._communicator, op, list(value.values), axis)
         if axis is None and self.num_replicas > 1 and reduction.is_python_number(value):
@@ -585,7 +593,7 @@ class PerProcessReplica:
             return reduction.reduce_plain(op, value, axis, self.num_replicas)
         return exchange.reduce_values(self._communicator, op, [value], axis)
 
-    def weighted_mean(self, value: Any) -> object:
+    def weighted_mean(self, value: object) -> object:
         if isinstance(value, PerReplica):
             return exchange.weighted_mean(self._communicator, list(value.values), value.known_weights())
         if self.num_replicas > 1 and reduction.is_python_number(value):

@@ -70,12 +70,12 @@ class LocalProcessReplica(PerProcessReplica):
         optimizers = self.registry.optimizers
         return ReplicaRounds(self._streams, rounds, self.num_replicas, optimizers, self._read_own, self._write_own)
 
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         raise refuse_merge_call()
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         outside = self._outside.find()
         weights, members, roster = self._begin_run(fn, args, kwargs)
         require_rows_for_all(weights.active, self.num_replicas)

@@ -33,9 +33,9 @@ class ExtendedStrategy(StrategyLike, Protocol):
     @property
     def _variable_places(self) -> str: ...
     def _check_replicas(self, when: str) -> None: ...
-    def _colocating(self, variable: Any) -> AbstractContextManager[None]: ...
+    def _colocating(self, variable: object) -> AbstractContextManager[None]: ...
     def _device_named(self, name: str | torch.device) -> str: ...
-    def _place_of(self, variable: Any) -> str | None: ...
+    def _place_of(self, variable: object) -> str | None: ...
     def _pull(self, modules: list[nn.Module] | None) -> None: ...
 
 
@@ -43,7 +43,7 @@ Places = str | list[tuple[int, str]]
 """One device, or a device for each of several replicas."""
 
 
-def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: object, destinations: object) -> Any:
+def reduce_to(strategy: ExtendedStrategy, reduce_op: ReduceOp | str, value: object, destinations: object) -> Any:
     """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
     op = ReduceOp.parse(reduce_op)
     places = _places(strategy, destinations)
@@ -57,7 +57,9 @@ def reduce_to(strategy: ExtendedStrategy, reduce_op: Any, value: object, destina
     return _put(value, places)
 
 
-def batch_reduce_to(strategy: ExtendedStrategy, reduce_op: Any, pairs: Sequence[tuple[object, object]]) -> list[Any]:
+def batch_reduce_to(
+    strategy: ExtendedStrategy, reduce_op: ReduceOp | str, pairs: Sequence[tuple[object, object]]
+) -> list[Any]:
     """`reduce_to` for each ``(value, destinations)`` pair, in order."""
     op = ReduceOp.parse(reduce_op)
     if not pairs and wraps_values(strategy):

@@ -9,7 +9,7 @@ import itertools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 def update(
     strategy: ExtendedStrategy,
-    var: Any,
-    fn: Callable[..., Any],
+    var: object,
+    fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
     group: bool,
@@ -60,7 +60,11 @@ def update(
 
 
 def update_non_slot(
-    strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    group: bool,
 ) -> Any:
     """Call ``fn`` where state that belongs to no single variable lives: once, or once per replica where mirrored."""
     if placement_of(strategy) is VariablePlacement.MIRRORED:
@@ -69,7 +73,11 @@ def update_non_slot(
 
 
 def _once(
-    strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    group: bool,
 ) -> object:
     central = placement_of(strategy) is VariablePlacement.CENTRAL
 
@@ -85,7 +93,11 @@ def _once(
 
 
 def _for_each(
-    strategy: ExtendedStrategy, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], group: bool
+    strategy: ExtendedStrategy,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    group: bool,
 ) -> object:
     """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
     replicas, results = engine_of(strategy).local_replicas, []
@@ -199,12 +211,12 @@ class StrategyExtended:
     # -- replicas ---------------------------------------------------------------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """`Strategy.run` under its older name."""
         return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
 
-    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+    def reduce_to(self, reduce_op: ReduceOp | str, value: object, destinations: object) -> Any:
         """``value`` combined over replicas, at ``destinations``: a device name, a variable or a distributed value.
 
         Returns a tensor for one destination, and for a value or a variable with several components a `Mirrored` value.
@@ -213,13 +225,13 @@ class StrategyExtended:
         return placing.reduce_to(self._strategy, reduce_op, value, destinations)
 
     def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]]
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[object, object]]
     ) -> list[Any]:
         """`reduce_to` for each ``(value, destinations)`` pair, in order."""
         context.require_cross(self._strategy, "batch_reduce_to")
         return placing.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: object, destinations: object) -> Any:
         """Copies of ``tensor`` at ``destinations``, with the same results as `reduce_to`. Numbers stay as they are."""
         context.require_cross(self._strategy, "broadcast_to")
         return placing.broadcast_to(self._strategy, tensor, destinations)
@@ -228,10 +240,10 @@ class StrategyExtended:
 
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        var: object,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
     ) -> Any:
         """Run ``fn(component, *args, **kwargs)`` for every component of ``var``, in cross-replica context.
@@ -244,7 +256,7 @@ class StrategyExtended:
         """
         require_callable(fn, "update")
 
-        def across(strategy: Any, *merged_args: object, **merged_kwargs: object) -> Any:
+        def across(strategy: ExtendedStrategy, *merged_args: object, **merged_kwargs: object) -> Any:
             return update(strategy, var, fn, merged_args, merged_kwargs, group)
 
         if context.replica_of(self._strategy, "update") is None:
@@ -253,10 +265,10 @@ class StrategyExtended:
 
     def update_non_slot(
         self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        colocate_with: object,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` at each place that `non_slot_devices` gave; results as of `update`."""
@@ -264,7 +276,7 @@ class StrategyExtended:
         context.require_cross(self._strategy, "update_non_slot")
         return update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
 
-    def read_var(self, v: Any) -> torch.Tensor:
+    def read_var(self, v: object) -> torch.Tensor:
         """The current value of a variable, as a new tensor."""
         if isinstance(v, Variable):
             return v.read_value()
@@ -274,12 +286,12 @@ class StrategyExtended:
             return torch.as_tensor(v).detach().clone()
         raise InvalidArgumentError(f"read_var needs a variable; got {type(v).__name__} {v!r:.80}.")
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> Any:
         """The variable whose component ``value`` is; anything else is its own container."""
         container = container_of(value)
         return value if container is None else container
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: object) -> bool:
         """Whether ``v`` is a variable of this strategy: made in its scope, or adopted by one of its runs."""
         if isinstance(v, Variable):
             return v._strategy is self._strategy
@@ -288,7 +300,7 @@ class StrategyExtended:
         return isinstance(v, torch.Tensor) and v in self._engine.registry
 
     @contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
         """Variables created in this block live where ``colocate_with_variable`` does, as all of this strategy do.
 
         Raises `ContextError` outside of the strategy's scope and `ValueError` if it is not this strategy's variable.
@@ -344,24 +356,24 @@ class StrategyExtended:
                 f"{call} was called outside of the scope of {self._strategy!r}; use `with strategy.scope():`."
             )
 
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[object]) -> Any:
         """Where state shared by all of ``var_list`` belongs: in central storage (and by default) with the variable of
         the smallest name, which is returned; elsewhere on the devices of the replicas."""
         if placement_of(self._strategy) is VariablePlacement.CENTRAL:
             return self._smallest_name(var_list)
         return self._parameter_devices
 
-    def _smallest_name(self, var_list: Sequence[Any]) -> object:
+    def _smallest_name(self, var_list: Sequence[object]) -> object:
         registry = self._engine.registry
 
-        def name(variable: Any) -> str:
-            return variable.name if isinstance(variable, Variable) else registry.describe(variable)
+        def name(variable: object) -> str:
+            return variable.name if isinstance(variable, Variable) else registry.describe(variable)  # type: ignore[arg-type]
 
         if not var_list:
             raise InvalidArgumentError("non_slot_devices got no variables; give at least one.")
         return min(var_list, key=name)
 
-    def device_of(self, variable: Any) -> str:
+    def device_of(self, variable: object) -> str:
         """The canonical device, such as ``"cpu:1"``, of a variable: in a replica's code that of its component, else
         that of the first component. Of a variable in shards all of their places: ``"ps:0, ps:1"``."""
         if isinstance(variable, Variable):
