@@ -141,6 +141,8 @@ class VariableRegistry:
         self._vectors, self._views, self._plain = WeakOrdered(), WeakOrdered(), WeakOrdered()
         self.objects: list[weakref.ref[Any]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
+        self.variables = WeakOrdered()
+        """The `Variable` objects that every process creates."""
         self._given_up = WeakOrdered()
         self._released = WeakOrdered()
         self._lone = WeakOrdered()  # optimizers that steps have made over tensors in no module

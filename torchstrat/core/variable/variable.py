@@ -162,7 +162,7 @@ class Variable(TensorLike):
         self._fill(
             strategy, self.name, self.aggregation, self.synchronization, parse_shape(shape, initial), kind, cells
         )
-        strategy.extended._remember(self)
+        _number(strategy, self)
         strategy._variable_made(self)
 
     def _fill(
@@ -194,7 +194,7 @@ class Variable(TensorLike):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A variable of its own with the same values, of the same strategy."""
         copy = memo[id(self)] = self._like(self._kind, tuple(map(_local_copy, self._cells)))
-        self._strategy.extended._remember(copy)
+        _number(self._strategy, copy)
         return copy
 
     def __copy__(self) -> Variable:
@@ -415,6 +415,12 @@ class Variable(TensorLike):
             shown = "{" + ", ".join(f"{r}: {v!r}" for r, v in zip(self._replicas, values, strict=True)) + "}"
         facts = f"shape={tuple(self._cells[0].shape)}, dtype={self.dtype}, aggregation={self.aggregation.name}"
         return f"<Variable {self.name!r} {facts} on {', '.join(cell.device for cell in self._cells)}: {shown}>"
+
+
+def _number(strategy: StrategyLike, variable: Variable) -> None:
+    """Those made in a replica's code are left out, because a process without rows does not run it."""
+    if context.replica_of(strategy, "Variable") is None:
+        engine_of(strategy).registry.variables.add(variable)
 
 
 def _placement_of(strategy: StrategyLike) -> VariablePlacement:

@@ -420,7 +420,7 @@ class PerProcessReplica:
             finally:
                 self._communicator = self._world
         result = idle.after_run(result, self._weights)
-        hand_over(self._world, self._strategy.extended._live_variables(), active[0])
+        hand_over(self._world, dict(self.registry.variables.numbered()), active[0])
         self._edits.begin(self._rosters.now().tensors)
         return result
 

@@ -5,10 +5,8 @@ Functions run on every component of a variable: what `StrategyExtended.update` d
 
 from __future__ import annotations
 
-import itertools
 import logging
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -149,8 +147,6 @@ class StrategyExtended:
         self._worker_devices = worker_devices
         self._parameter_devices = parameter_devices
         self._cluster_resolver = cluster_resolver
-        self._variables: dict[int, weakref.ref[Variable]] = {}
-        self._variable_numbers = itertools.count()
         self._periodic_checks = PeriodicChecks.from_environment()
         kind, replicas, places = type(strategy).__name__, ", ".join(worker_devices), ", ".join(parameter_devices)
         logger.debug("%s is made: replicas here on %s, variables on %s.", kind, replicas, places)
@@ -411,15 +407,3 @@ class StrategyExtended:
         without activations and batches. Local: any process may call it alone.
         """
         return memory.estimate(model, optimizer, self._engine.copies())
-
-    def _remember(self, variable: Variable) -> None:
-        """Number a variable that every process creates. Those made in a replica's code are left out, because a process
-        without rows does not run it."""
-        if context.replica_of(self._strategy, "Variable") is None:
-            key, variables = next(self._variable_numbers), self._variables
-            variables[key] = weakref.ref(variable, lambda _: variables.pop(key, None))
-
-    def _live_variables(self) -> dict[int, Variable]:
-        """The `Variable` objects of this strategy still in use, by a number that is the same on all processes."""
-        found = {number: reference() for number, reference in list(self._variables.items())}
-        return {number: variable for number, variable in found.items() if variable is not None}
