@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.faults.forked import Outcome
 from tests.faults.programs import ALL, PLACES, Fault, play, shared_inodes
+from tests.support.programs import free_ports
 from torchstrat.testing import Workers
 
 STOP_TIMEOUT_SECONDS = 4.0
@@ -68,20 +68,11 @@ FAULTS = [
 ]
 
 
-def free_port() -> int:
-    """Below the range from which the system gives out ports by itself, so that nobody else is given it."""
-    for port in random.Random().sample(range(20000, 30000, 4), 100):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise RuntimeError("no free port")
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_the_others_name_it_and_the_call(fault: Fault, three_processes: Workers, tmp_path: Path) -> None:
     evidence = tmp_path / "evidence"
     timeout = STOP_TIMEOUT_SECONDS if fault.act == "stop" else PATIENT_TIMEOUT_SECONDS
-    outcomes = three_processes.run(play, fault, timeout, LIMIT_SECONDS, str(evidence), free_port())
+    outcomes = three_processes.run(play, fault, timeout, LIMIT_SECONDS, str(evidence), *free_ports(1))
     assert evidence.read_text() == str(fault)
     for rank, outcome in enumerate(outcomes[: fault.processes]):
         if fault.victim == ALL:  # one that came later may have found the others dead

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from tests.support.programs import (
     TRAIN,
     checked,
     descendants,
+    free_ports,
     read_metrics,
     scripts,
     train,
@@ -107,10 +106,11 @@ def test_a_run_learns_and_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_command_in_every_role(in_process: Path, tmp_path: Path, free_ports: list[str]) -> None:
+def test_the_same_command_in_every_role(in_process: Path, tmp_path: Path) -> None:
     """One worker has the numbers of one device. Both tables are cut over the servers, and travel by rows."""
-    cluster = {"worker": free_ports[:1], "ps": free_ports[1:]}
-    tasks = [{"type": job, "index": index} for job, addresses in cluster.items() for index in range(len(addresses))]
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    cluster = {"worker": addresses[:1], "ps": addresses[1:]}
+    tasks = [{"type": job, "index": index} for job, named in cluster.items() for index in range(len(named))]
     runs: list[tuple[list[object], dict[str, str]]] = []
     for number, role in enumerate([*({"task": task} for task in tasks), {}]):
         variables = {"TORCHSTRAT_SECRET": "d" * 32, "TF_CONFIG": json.dumps({"cluster": cluster, **role})}
@@ -121,12 +121,3 @@ def test_the_same_command_in_every_role(in_process: Path, tmp_path: Path, free_p
     result = result_of(tmp_path / "role_3")
     assert (result["steps"], result["processes"]) == (20, 4)
     assert distance(tmp_path / "role_3", in_process / "0-one_device") <= 1e-6
-
-
-@pytest.fixture
-def free_ports() -> list[str]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]

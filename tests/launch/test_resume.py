@@ -102,7 +102,7 @@ def test_ranks_that_are_started_again_after_one_was_told_to_end(tmp_path: Path, 
     """Both save, and end in the way that asks for it; nothing was lost."""
     _, plan = program(tmp_path, HAPPENS)
     first, second = (ranks(tmp_path, plan, *MIRRORED, "resume=auto", program=INTERRUPTED) for _ in range(2))
-    assert [rank.returncode for rank in first] == [75, 75]
+    assert [rank.returncode for rank in first] == [75, 75], [rank.stderr for rank in first]
     assert saved_step(first[0].stderr) == 31, "the step after, as agreed meanwhile"
     assert "goes on after step 31, from " in checked(second[0]).stderr
     checked(second[1])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import scripts
+from tests.support.programs import free_ports, scripts
 
 PROGRAM = """
 import torch, torchstrat as ts
@@ -33,9 +32,7 @@ MPI = {**PMI, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}
 
 @pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["slurm", "mpi"])
 def test_processes_of_a_launcher_are_one_job(launcher: dict[str, str], tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    (port,) = free_ports(1)
     (tmp_path / "program.py").write_text(PROGRAM)
     variables = [{name: value.format(rank=rank, port=port) for name, value in launcher.items()} for rank in range(2)]
     ended = scripts(tmp_path, *(([tmp_path / "program.py"], of_rank) for of_rank in variables))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -139,12 +141,20 @@ def trained(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return checked(train(folder, *overrides))
 
 
+def free_ports(count: int) -> list[int]:
+    """Below the range from which the system gives out ports by itself, so that nobody else is given them."""
+    return list(itertools.islice(filter(_is_free, random.Random().sample(range(20000, 30000, 4), 100)), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 def ranks(folder: Path, *overrides: str, program: Path = TRAIN) -> list[subprocess.CompletedProcess[str]]:
     """``scripts/train.py`` in two processes that meet, with the variables set by hand, as schedulers do."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    (port,) = free_ports(1)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return scripts(folder, *(([program, *overrides], {**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"))
 
 
