@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,18 +12,27 @@ def methods(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name) for name in names}
 
 
+def getter(name: str) -> Callable[[torch.Tensor], object]:
+    """What reads the property ``name`` of tensors."""
+    read: Callable[[torch.Tensor], object] = getattr(torch.Tensor, name).__get__
+    return read
+
+
+def setter(name: str) -> Callable[[torch.Tensor, object], None]:
+    """What writes it."""
+    write: Callable[[torch.Tensor, object], None] = getattr(torch.Tensor, name).__set__
+    return write
+
+
 def properties(*names: str) -> set[object]:
     """What reads them."""
-    return {getattr(torch.Tensor, name).__get__ for name in names}
+    return {*map(getter, names)}
 
 
 def _is_kind(name: str) -> bool:
     """Whether it is a property that says of which kind a tensor is: ``is_meta``, ``is_cuda``, ``is_quantized`` …"""
     return name.startswith("is_") and not callable(getattr(torch.Tensor, name))
 
-
-_GRAD: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 NEEDS_NO_VALUES = frozenset(
     {
@@ -35,7 +44,7 @@ NEEDS_NO_VALUES = frozenset(
         *methods("is_inference", "is_signed", "is_coalesced", "_is_view", "dim_order"),
         *methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
         *(torch.is_floating_point, torch.is_complex, torch.numel),
-        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
+        *(setter("grad"), setter("requires_grad"), torch.Tensor.grad.__delete__),  # type: ignore[union-attr]
     }
 )
 

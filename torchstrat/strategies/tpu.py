@@ -58,7 +58,6 @@ class TPUStrategy(Strategy):
     """
 
     _wraps_values = True
-    _per_replica_input = "honoured"
     _variable_placement = VariablePlacement.CENTRAL
 
     def __init__(

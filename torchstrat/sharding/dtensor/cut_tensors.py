@@ -21,7 +21,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -46,42 +46,74 @@ STAND_IN = "_stand_in"
 class CutTensor(DTensor):
     """Made by `cut_tensor` only."""
 
-    apply: ClassVar[Callable[[Any, Sequence[type], Sequence[Any], dict[str, Any]], Any]]
+    apply: ClassVar[Callable[[Callable[..., object], Sequence[type], Sequence[object], dict[str, object]], object]]
     """What a function is on such tensors; `operators.rules` puts it here."""
     devices: LogicalDevices
     cut: Cut
     whole_shape: torch.Size
     variable: torch.Tensor | None
     """The parameter whose value it is in this step."""
-    _is_shown: bool
+    is_shown: bool
     """Whether that has its memory now, for the backend to work on."""
     is_value: bool
     """Whether its piece is the memory of a variable."""
     is_gradient: bool
     """Whether its piece is the gradient of one."""
-    _gradient: torch.Tensor | None
-    """The gradient of a variable, where it is what the variable's ``grad`` is."""
-    _seen_gradient: weakref.ref[CutTensor] | None
-    """Of a variable: what its ``grad`` was when it was last asked for."""
-    _lender: weakref.ref[torch.Tensor] | None
+    as_grad: torch.Tensor | None
+    """The ``grad`` that the piece of a variable has, where it stands for that."""
+    lender: weakref.ref[torch.Tensor] | None
     """Whose memory it shows, where that is not cut like it."""
+    _seen_gradient: weakref.ref[CutTensor] | None = None
+    """Of a variable: what its ``grad`` was when it was last asked for."""
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether an edit of its piece changes a variable or its gradient, and nothing else."""
+        return self.is_value or self.is_gradient
+
+    def gradient(self) -> torch.Tensor | None:
+        """Its ``grad``, as the step sees it."""
+        if self.variable is None:
+            with DisableTorchFunctionSubclass():
+                return self.grad if self.is_leaf or self.retains_grad else None  # compilers ask, and PyTorch warns
+        with DisableTorchFunctionSubclass():
+            gradient = self.variable.grad
+        if gradient is None:
+            return None
+        if gradient.requires_grad:
+            raise refused(
+                "Tensor.grad",
+                "has the graph of backward(create_graph=True), which gets lost; leave parameters whole whose gradients "
+                "a step differentiates (no sharding rule, no annotation)",
+            )
+        seen = None if self._seen_gradient is None else self._seen_gradient()
+        if seen is not None and seen.as_grad is gradient:
+            return seen  # one tensor, as in plain PyTorch: who gives it other memory does so for all who have it
+        found: CutTensor = cut_tensor(gradient.detach(), self.cut, self.devices)
+        found.is_gradient, found.as_grad = True, gradient
+        self._seen_gradient = weakref.ref(found)
+        return found
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return cls.apply(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: object, types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
-    ) -> Any:
+        cls, func: object, types: Sequence[type], args: Sequence[object] = (), kwargs: object = None
+    ) -> CutTensor:
         """What PyTorch does by itself: add up the gradients of a tensor that was used twice, and the like."""
         if func is torch.ops.aten.add.Tensor and len(args) == 2 and not kwargs:
             one, other = args
             if isinstance(one, CutTensor) and isinstance(other, CutTensor) and one.cut == other.cut:
                 return cut_tensor(local_of(one) + local_of(other), one.cut, one.devices)
-        if func is torch.ops.aten.detach.default:
+        if func is torch.ops.aten.detach.default and isinstance(args[0], CutTensor):
             return cut_tensor(local_of(args[0]).detach(), args[0].cut, args[0].devices)
         raise refused(str(func))
 
@@ -91,7 +123,7 @@ class CutTensor(DTensor):
             "of them, and a piece is not. Use replicate_to_logical_devices for the whole tensor."
         )
 
-    def redistribute(self, *_: object, **__: object) -> Any:
+    def redistribute(self, *_: object, **__: object) -> NoReturn:
         raise UnsupportedError(
             "redistribute() of a tensor that is cut over logical devices: use split_to_logical_devices or "
             "replicate_to_logical_devices of the strategy."
@@ -104,7 +136,7 @@ class CutTensor(DTensor):
     # Refused as methods too, where the class of a tensor is not asked: PyTorch's own answer for the piece, or end the
     # process.
 
-    def share_memory_(self) -> Any:
+    def share_memory_(self) -> NoReturn:
         raise refused("Tensor.share_memory_")
 
     def storage_offset(self) -> int:
@@ -118,13 +150,13 @@ class CutTensor(DTensor):
             shape, dtype = tuple(self.shape), self.dtype
         return f"CutTensor(shape={shape}, dtype={dtype}, piece={tuple(local_of(self).shape)}, cut={self.cut})"
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UnsupportedError(
             "a tensor that is cut over logical devices cannot be copied or pickled; pass what "
             "replicate_to_logical_devices returns."
         )
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __deepcopy__(self, memo: object) -> CutTensor:
         return self.__reduce_ex__(0)
 
 
@@ -141,8 +173,8 @@ def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices, kind: typ
         made = kind(local, spec, requires_grad=False)
     raise_on_data_pointer(made)  # it has no memory, and who asks no class would take a null pointer for one
     made.devices, made.cut, made.whole_shape = devices, cut, torch.Size(shape)
-    made.variable, made._is_shown, made.is_value, made.is_gradient = None, False, False, False
-    made._gradient = made._seen_gradient = made._lender = None
+    made.variable, made.is_shown, made.is_value, made.is_gradient = None, False, False, False
+    made.as_grad = made.lender = None
     return made
 
 
@@ -171,26 +203,34 @@ def refused(operator: str, why: str = "") -> UnsupportedError:
 Axes = Sequence[int]
 
 
-class _NoGraph:
-    """Stands in for the context of a move that nobody goes backward through."""
+class _Kept:
+    """What a move keeps for its gradient; where nobody goes backward through it, it stands in for PyTorch's context."""
+
+    cut: Cut
+    devices: LogicalDevices
+    axes: Axes
+    dim: int
+    before: int
+    after: int
 
 
-def _moved(move: type[torch.autograd.Function], *args: object) -> object:
+def _moved(move: type[torch.autograd.Function], *args: object) -> torch.Tensor:
     """Going backward: with a graph where a second derivative is wanted, else without the costs of one."""
-    return move.apply(*args) if torch.is_grad_enabled() else move.forward(_NoGraph(), *args)
+    moved: torch.Tensor = move.apply(*args) if torch.is_grad_enabled() else move.forward(_Kept(), *args)
+    return moved
 
 
 class _Open(torch.autograd.Function):
     """A `CutTensor` → its piece."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: CutTensor) -> torch.Tensor:
+    def forward(ctx: _Kept, tensor: CutTensor) -> torch.Tensor:
         ctx.cut, ctx.devices = tensor.cut, tensor.devices
         local = local_of(tensor)
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> torch.Tensor:
         return _moved(_Close, gradient, ctx.cut, ctx.devices)
 
 
@@ -198,12 +238,12 @@ class _Close(torch.autograd.Function):
     """A piece → the `CutTensor`."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTensor:
+    def forward(ctx: _Kept, local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTensor:
         ctx.cut, ctx.devices = cut, devices
         return cut_tensor(local.detach(), cut, devices)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if isinstance(gradient, CutTensor) and gradient.cut == ctx.cut:
             return _moved(_Open, gradient), None, None
         # A hook or an autograd function of the user's has made it, whole or cut in another way.
@@ -214,12 +254,12 @@ class _Gather(torch.autograd.Function):
     """Pieces → the whole, which is used alike on all logical devices, or spread."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, devices: LogicalDevices, axes: Axes, dim: int) -> torch.Tensor:
+    def forward(ctx: _Kept, local: torch.Tensor, devices: LogicalDevices, axes: Axes, dim: int) -> torch.Tensor:
         ctx.devices, ctx.axes, ctx.dim = devices, axes, dim
         return devices.gathered(local, axes, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _moved(_Take, gradient, ctx.devices, ctx.axes, ctx.dim), None, None, None
 
 
@@ -227,34 +267,34 @@ class _Take(torch.autograd.Function):
     """The whole → this process's part."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, devices: LogicalDevices, axes: Axes, dim: int) -> torch.Tensor:
+    def forward(ctx: _Kept, whole: torch.Tensor, devices: LogicalDevices, axes: Axes, dim: int) -> torch.Tensor:
         ctx.devices, ctx.axes, ctx.dim = devices, axes, dim
         return devices.own_part(whole, axes, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _moved(_Gather, gradient, ctx.devices, ctx.axes, ctx.dim), None, None, None
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.Tensor:
+    def forward(ctx: _Kept, whole: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.Tensor:
         ctx.devices, ctx.axes = devices, axes
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _moved(_AddUp, gradient, ctx.devices, ctx.axes), None, None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.Tensor:
+    def forward(ctx: _Kept, part: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.Tensor:
         ctx.devices, ctx.axes = devices, axes
         return devices.summed(part, axes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return spread(gradient, ctx.devices, ctx.axes), None, None
 
 
@@ -263,14 +303,13 @@ class _WithEdges(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, devices: LogicalDevices, axes: Axes, dim: int, sizes: tuple[int, int, float]
+        ctx: _Kept, local: torch.Tensor, devices: LogicalDevices, axes: Axes, dim: int, sizes: tuple[int, int, float]
     ) -> torch.Tensor:
         before, after, fill = sizes
         ctx.devices, ctx.axes, ctx.dim, ctx.before, ctx.after = devices, axes, dim, before, after
         size = local.shape[dim]
         first, last = local.narrow(dim, 0, after), local.narrow(dim, size - before, before)
         previous, following = devices.edges(first, last, axes)
-        ctx.has_previous, ctx.has_next = previous is not None, following is not None
         if previous is None:
             previous = torch.full_like(last, fill)
         if following is None:
@@ -278,7 +317,7 @@ class _WithEdges(torch.autograd.Function):
         return torch.cat([previous, local, following], dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "a second derivative (create_graph=True) through a convolution or pooling of images that are cut into "
@@ -296,8 +335,9 @@ class _WithEdges(torch.autograd.Function):
         return own, None, None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    return function.apply(*args)
+def _apply(function: type[torch.autograd.Function], *args: object) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
 
 
 # -- from tensors to pieces ----------------------------------------------------------------------------------------
@@ -339,8 +379,7 @@ def spread(whole: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.Te
     """``whole``, for a computation that varies along ``axes``."""
     if not axes or not whole.requires_grad:
         return whole
-    spread_out: torch.Tensor = _apply(_Spread, whole, devices, tuple(axes))
-    return spread_out
+    return _apply(_Spread, whole, devices, tuple(axes))
 
 
 # -- from pieces to tensors ----------------------------------------------------------------------------------------
@@ -350,16 +389,14 @@ def added_up(part: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.T
     """The sum of the parts along ``axes``, which all of these have."""
     if not axes:
         return part
-    total: torch.Tensor = _apply(_AddUp, part, devices, tuple(axes))
-    return total
+    return _apply(_AddUp, part, devices, tuple(axes))
 
 
 def leave(local: torch.Tensor, devices: LogicalDevices, cut: Cut) -> torch.Tensor:
     """The tensor that ``local`` is the piece of; a plain one if nothing cuts it."""
     if cut == devices.axes.whole:
         return local
-    made: CutTensor = _apply(_Close, local, cut, devices)
-    return made
+    return _apply(_Close, local, cut, devices)
 
 
 def with_edges(
@@ -369,8 +406,7 @@ def with_edges(
     dimension ``dim``; at the ends rows of ``fill``."""
     if not before and not after:
         return local
-    joined: torch.Tensor = _apply(_WithEdges, local, devices, tuple(axes), dim, (before, after, fill))
-    return joined
+    return _apply(_WithEdges, local, devices, tuple(axes), dim, (before, after, fill))
 
 
 # -- annotations ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,18 +18,13 @@ from torchstrat.core import gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_zero_
 from torchstrat.core.errors import ContextError
 from torchstrat.core.pieces import piece_of
-from torchstrat.core.tensor_functions import tensors_in
-
-
-def getters(*names: str) -> set[Any]:
-    """The functions that PyTorch reports when one of these attributes is read; not every version has all."""
-    found = (getattr(torch.Tensor, name, None) for name in names)
-    return {one.__get__ for one in found if one is not None}
-
+from torchstrat.core.tensor_functions import getter, properties, setter, tensors_in
 
 METADATA = {  # what can be asked of a tensor without a look at its elements
-    *getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "itemsize", "nbytes"),
-    *getters("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
+    *properties(
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "itemsize", "nbytes"
+    ),
+    *properties("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -72,23 +66,19 @@ def without_values(tensor: torch.Tensor, note: Note) -> torch.Tensor:
 
 
 _DEVICES: dict[object, Callable[[torch.device], object]] = {
-    **dict.fromkeys(getters("device"), lambda device: device),
-    **dict.fromkeys(getters("is_meta"), lambda device: False),
-    **dict.fromkeys(getters("is_cpu"), lambda device: device.type == "cpu"),
-    **dict.fromkeys(getters("is_cuda"), lambda device: device.type == "cuda"),
+    **dict.fromkeys(properties("device"), lambda device: device),
+    **dict.fromkeys(properties("is_meta"), lambda device: False),
+    **dict.fromkeys(properties("is_cpu"), lambda device: device.type == "cpu"),
+    **dict.fromkeys(properties("is_cuda"), lambda device: device.type == "cuda"),
     torch.Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index,
 }
-_grad: Any = torch.Tensor.grad
-_data: Any = torch.Tensor.data
-_requires_grad: Any = torch.Tensor.requires_grad
-_hooks: Any = torch.Tensor._backward_hooks
-_ALIASES = {torch.Tensor.detach, torch.detach, _data.__get__}
+_ALIASES = {torch.Tensor.detach, torch.detach, getter("data")}
 """What returns the same values under another name: there are none under that, too."""
 _NEEDS_NO_VALUES = METADATA | {
-    *getters("grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "retains_grad", "name", "output_nr"),
-    _grad.__set__,
-    _requires_grad.__set__,
-    _hooks.__set__,
+    *properties(
+        "grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "retains_grad", "name", "output_nr"
+    ),
+    *map(setter, ("grad", "requires_grad", "_backward_hooks")),
     torch.Tensor.requires_grad_,
     gradients.register_post_accumulate_grad_hook,
     gradients.told_post_accumulate_grad_hook,
@@ -109,7 +99,7 @@ _CASTS = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
 }
-_MAY_CHANGE_NOTHING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.copy_, _data.__set__, *_CASTS}
+_MAY_CHANGE_NOTHING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.copy_, setter("data"), *_CASTS}
 
 
 @functools.cache
@@ -118,7 +108,11 @@ def _class_of(kind: type) -> type:
         return kind
 
     def torch_function(
-        cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
+        cls: type,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         with DisableTorchFunctionSubclass():
             return _asked(func, args, kwargs or {})
@@ -135,16 +129,18 @@ def _class_of(kind: type) -> type:
     return made
 
 
-def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, object]) -> object:
+def _asked(func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
     first = args[0] if args else None
     note: Note | None = vars(first).get(NOTE) if isinstance(first, torch.Tensor) else None
-    if note is not None and first is not None:
+    if note is not None and isinstance(first, torch.Tensor):
         if func in _DEVICES:
             return _DEVICES[func](note.device)
         if func in _NEEDS_NO_VALUES:
             return func(*args, **kwargs)
         if func in _ALIASES:
-            return without_values(piece_of(torch.Tensor, func(*args, **kwargs), requires_grad=False), note)
+            alias = func(*args, **kwargs)
+            assert isinstance(alias, torch.Tensor)
+            return without_values(piece_of(torch.Tensor, alias, requires_grad=False), note)
         if func in _MAY_CHANGE_NOTHING and _changes_nothing(func, first, args, kwargs):
             return first
         if func is torch.Tensor.zero_ and note.zero is not None:
@@ -192,10 +188,9 @@ def _refused(name: str, what: str) -> ContextError:
     )
 
 
-def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _deepcopy(self: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
     if id(self) in memo:
-        found: torch.Tensor = memo[id(self)]
-        return found
+        return memo[id(self)]
     note: Note = vars(self)[NOTE]
     if note.copy is None:
         raise _refused("copy.deepcopy", note.what)

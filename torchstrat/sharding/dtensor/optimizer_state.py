@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, tensors_in_storage
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, base_of, tensors_in_storage
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.pieces import has_memory, memory_of
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, local_of, shape_of
@@ -73,7 +73,7 @@ def take_states(optimizer: torch.optim.Optimizer, variables: _Variables, devices
         assert known is not None
         for name in [name for name, value in entries.items() if _has_dims(value)]:
             if isinstance(entries[name], StateEntry) and entries[name].cut == known.cut:
-                if entries[name]._lender is not None:
+                if entries[name].lender is not None:
                     require_own_memory([entries[name]], f"{type(optimizer).__name__}.step() would step the state of")
                     take_own_memory([entries[name]])
                 continue
@@ -91,7 +91,7 @@ def _take(entries: dict[Any, Any], name: Any, cut: Cut, devices: LogicalDevices)
     value = entries[name]
     with DisableTorchFunctionSubclass():
         memory = memory_of(value)
-        base = memory._base
+        base = base_of(memory)
         is_shared = tensors_in_storage(memory) > 1 + (base is not None)
     others = [weakref.ref(one) for one in (value, base) if one is not None]
     entries[name] = cut_entry(value, cut, devices)

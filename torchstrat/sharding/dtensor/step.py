@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -34,25 +34,33 @@ from torchstrat.sharding.dtensor.operators.data_attribute import (
 )
 from torchstrat.sharding.dtensor.parameters import CutVariables
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 _OF_CUT_TENSORS = ("full_tensor", "to_local", "redistribute", "share_memory_", "storage_offset", "const_data_ptr")
 """Methods of `CutTensor` that are no functions of tensors, or of which PyTorch tells nobody."""
 
 
-def _of_stand_in(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: object, **kwargs: object) -> Any:
-        return getattr(getattr(self, STAND_IN), name)(*args, **kwargs)
+def _of_stand_in(name: str) -> Callable[..., object]:
+    def method(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        found: object = getattr(getattr(self, STAND_IN), name)(*args, **kwargs)
+        return found
 
     return method
 
 
 @functools.cache
-def _watched(kind: type) -> type:
+def _watched(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     """``kind`` whose instances stay out of sight: what is done with one is done with its stand-in. The backend's own
     work, under `DisableTorchFunction`, sees the piece."""
 
     @uncompiled
     def of_stand_ins(
-        cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
+        cls: type,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         return apply(func, types, args, kwargs or {})
 
@@ -63,8 +71,8 @@ def _watched(kind: type) -> type:
         "__reduce_ex__": lambda self, protocol: getattr(self, STAND_IN).__reduce_ex__(protocol),
         **{name: _of_stand_in(name) for name in _OF_CUT_TENSORS},
     }
-    made: type = type(kind)(kind.__name__, (kind,), members)
-    return made
+    metaclass: Callable[..., type[torch.Tensor]] = type(kind)
+    return metaclass(kind.__name__, (kind,), members)
 
 
 @contextmanager
@@ -72,19 +80,19 @@ def _out_of_sight(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
     """What a step does with a variable is done with its stand-in, also in functions of autograd, in what is computed
     again going backward, and in threads; the object is the one that modules, optimizers and tables have. For calls that
     PyTorch reports to no class (``to_dlpack``) it has no memory: they raise."""
-    hidden: list[tuple[Any, type]] = []
+    hidden: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
     try:
         for stand_in in stand_ins.values():
-            tensor: Any = stand_in.variable
+            tensor = stand_in.variable
+            assert tensor is not None
             hidden.append((tensor, type(tensor)))
             show(tensor, _no_memory_like(local_of(stand_in)))
-            tensor._stand_in, tensor.__class__ = stand_in, _watched(type(tensor))  # type: ignore[arg-type]
+            vars(tensor)[STAND_IN], tensor.__class__ = stand_in, _watched(type(tensor))
         yield
     finally:
         for tensor, kind in hidden:
             tensor.__class__ = kind
-            show(tensor, local_of(tensor._stand_in))
-            del tensor._stand_in
+            show(tensor, local_of(vars(tensor).pop(STAND_IN)))
 
 
 @functools.cache
@@ -104,16 +112,16 @@ def _no_memory_like(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _with_memory(stand_ins: Iterable[CutTensor]) -> Iterator[None]:
     """In this block variables have their pieces, for who works on these."""
-    shown = [one for one in stand_ins if not one._is_shown]
+    shown = [one for one in stand_ins if not one.is_shown]
     for one in shown:
         show(one.variable, local_of(one))  # type: ignore[arg-type]
-        one._is_shown = True
+        one.is_shown = True
     try:
         yield
     finally:
         for one in shown:
             show(one.variable, _no_memory_like(local_of(one)))  # type: ignore[arg-type]
-            one._is_shown = False
+            one.is_shown = False
 
 
 class StepSurroundings:
@@ -203,10 +211,10 @@ def _is_of_backend(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torchstrat.")
 
 
-def _on_pieces(hook: Callable[..., Any], stand_ins: Collection[CutTensor] = ()) -> Callable[..., Any]:
+def _on_pieces(hook: Callable[Arguments, Result], stand_ins: Collection[CutTensor] = ()) -> Callable[Arguments, Result]:
     """``stand_ins``: of variables whose values it needs."""
 
-    def on_pieces(*args: object, **kwargs: object) -> Any:
+    def on_pieces(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with DisableTorchFunction(), _with_memory(stand_ins):
             return hook(*args, **kwargs)
 
@@ -227,14 +235,15 @@ def _on_gradients(
         for place, piece in enumerate(pieces):
             if place >= len(given) or piece is not given[place]:
                 of_variable = now.get(id(piece))
-                seen: Any = piece if of_variable is None else of_variable.grad
+                seen = piece if of_variable is None else of_variable.gradient()
+                assert seen is not None
                 gradients[place : place + 1] = [seen]
 
     return on_gradients
 
 
 def _piece_of_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._gradient if isinstance(tensor, CutTensor) and tensor._gradient is not None else tensor
+    return tensor.as_grad if isinstance(tensor, CutTensor) and tensor.as_grad is not None else tensor
 
 
 @contextmanager
@@ -281,7 +290,7 @@ def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> No
 
     def take_over(
         stepped: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[Any, ...], dict[str, object]] | None:
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if args[0] is not stepped or not variables.cut_in(stepped):
             return None
         if not variables.is_inside:

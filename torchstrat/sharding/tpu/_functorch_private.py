@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch._functorch.pyfunctorch  # torch itself does not import it
@@ -28,7 +27,7 @@ leave_levels: Callable[[], AbstractContextManager[list[object]]] = look_up(
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack"
 )
 """``with leave_levels() as levels:`` is outside of all mappings and gradients that are active on this thread."""
-return_to_levels: Callable[[list[Any]], AbstractContextManager[None]] = look_up(
+return_to_levels: Callable[[list[object]], AbstractContextManager[None]] = look_up(
     "_functorch.pyfunctorch.temporarily_restore_interpreter_stack"
 )
 """``with return_to_levels(levels):`` is inside of them again, in a `leave_levels` block or in another thread."""

@@ -6,11 +6,12 @@ of all lanes are one tensor, and the gradient of their weighted sum is what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torchstrat.core._torch_private import hooks_after_accumulation, hooks_on_gradient
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
@@ -20,8 +21,18 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.tpu import _functorch_private as functorch
 from torchstrat.sharding.tpu.lanes import Lanes
 
-Meet = Callable[[str, Any, Callable[[dict[int, Any]], dict[int, Any]]], Any]
-"""``(call, payload, combine)``: what all passes of a run do together; see `Baton.meet`."""
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
+Combine = Callable[[dict[int, Payload]], Mapping[int, Result]]
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+Gradients = torch.Tensor | Sequence[torch.Tensor | None]
+
+
+class Meet(Protocol):
+    """What all passes of a run do together; see `Baton.meet`."""
+
+    def __call__(self, call: str, payload: Payload, combine: Combine[Payload, Result]) -> Result: ...
+
 
 _torch_backward = torch.autograd.backward
 """PyTorch's own; while a step is recorded the name leads here."""
@@ -130,11 +141,21 @@ class LaneWeights:
         return self.with_factors(stacked).sum()
 
 
+def _listed(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _gradients(given: Gradients | None, roots: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    return [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
+
+
 class LaneBackward:
     """``backward`` and ``autograd.grad`` for the code of a step."""
 
-    def __init__(self, lanes: Lanes, weights: LaneWeights, meet: Meet, registry: VariableRegistry) -> None:
-        self._lanes, self._weights, self._meet, self._registry = lanes, weights, meet, registry
+    def __init__(self, weights: LaneWeights, meet: Meet, registry: VariableRegistry) -> None:
+        self.lanes, self.weights, self._meet, self._registry = weights.lanes, weights, meet, registry
+        self.before: Callable[[], None] = lambda: None
+        """Called before each backward pass."""
         self._has_hooks = False
         """On replicas' own tensors."""
         self._alone: int | None = None
@@ -142,18 +163,18 @@ class LaneBackward:
 
     def backward(
         self,
-        tensors: Any,
-        grad_tensors: Any = None,
+        tensors: Tensors,
+        grad_tensors: Gradients | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: object = None,
+        grad_variables: Gradients | None = None,
+        inputs: Tensors | None = None,
     ) -> None:
         """As `torch.autograd.backward`; ``.grad`` of variables then holds the gradient combined over replicas."""
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        given = grad_tensors if grad_tensors is not None else grad_variables
-        gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
-        with self._lanes.left("backward"):
+        self.before()
+        roots = _listed(tensors)
+        gradients = _gradients(grad_tensors if grad_tensors is not None else grad_variables, roots)
+        with self.lanes.left("backward"):
             stacked = [self._lane_sums(root, gradient) for root, gradient in zip(roots, gradients, strict=True)]
             wanted = self._behind(inputs)
 
@@ -172,24 +193,23 @@ class LaneBackward:
                 _torch_backward(totals[-1], None, retain_graph, create_graph, inputs=wanted)
                 return dict.fromkeys(payloads)
 
-            self._meet("backward", lambda: self._weights.combined(torch.stack(stacked).sum(dim=0)), combine)
+            self._meet("backward", lambda: self.weights.combined(torch.stack(stacked).sum(dim=0)), combine)
 
     @property
     def rows_of_each(self) -> int:
         """As of `LaneWeights`."""
-        return self._weights.rows_of_each
+        return self.weights.rows_of_each
 
     def _is_hooked(self) -> bool:
-        tensors: list[Any] = self._registry.tensors()
-        return any(hooks_on_gradient(one) or hooks_after_accumulation(one) for one in tensors)
+        return any(hooks_on_gradient(one) or hooks_after_accumulation(one) for one in self._registry.tensors())
 
-    def _behind(self, inputs: Any) -> Any:
+    def _behind(self, inputs: Tensors | None) -> list[torch.Tensor] | None:
         """The tensors that gradients are accumulated in."""
         if inputs is None:
             return None
-        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        wanted = _listed(inputs)
         for tensor in wanted:
-            if self._lanes.is_lane_tensor(tensor):
+            if self.lanes.is_lane_tensor(tensor):
                 raise UnsupportedError(
                     "backward(inputs=…) was given a tensor that differs between replicas; on this strategy only "
                     "variables accumulate gradients. Use torch.autograd.grad(loss, tensor) for the gradient of a "
@@ -199,9 +219,9 @@ class LaneBackward:
 
     def grad(
         self,
-        outputs: Any,
-        inputs: Any,
-        grad_outputs: Any = None,
+        outputs: Tensors,
+        inputs: Tensors,
+        grad_outputs: Gradients | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         only_inputs: bool = True,
@@ -210,23 +230,24 @@ class LaneBackward:
         materialize_grads: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
         """As `torch.autograd.grad`: each replica's own gradient, with respect to variables too (see `_local_grad`)."""
-        if self._lanes.is_inside_transform:
+        if self.lanes.is_inside_transform:
             rest = (retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads)
             inner: tuple[torch.Tensor, ...] = torch.autograd.grad(outputs, inputs, grad_outputs, *rest)
             return inner
-        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs or [None] * len(roots))
+        roots, wanted = _listed(outputs), _listed(inputs)
+        given = _gradients(grad_outputs, roots)
         if is_grads_batched:
             raise UnsupportedError("autograd.grad(is_grads_batched=True) does not work in a step of this strategy.")
-        if any(not self._lanes.is_lane_tensor(tensor) for tensor in wanted):
+        if any(not self.lanes.is_lane_tensor(tensor) for tensor in wanted):
             return self._local_grad(roots, given, wanted, retain_graph, create_graph, allow_unused, materialize_grads)
-        with self._lanes.left("autograd.grad"):
+        with self.lanes.left("autograd.grad"):
             losses = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
-            total = self._weights.combined(torch.stack(losses).sum(dim=0))
-            behind = [self._lanes.behind(tensor) for tensor in wanted]
+            total = self.weights.combined(torch.stack(losses).sum(dim=0))
+            behind = [self.lanes.behind(tensor) for tensor in wanted]
 
-            def combine(payloads: dict[int, tuple[torch.Tensor, list[torch.Tensor]]]) -> dict[int, Any]:
+            def combine(
+                payloads: dict[int, tuple[torch.Tensor, list[torch.Tensor]]],
+            ) -> dict[int, list[torch.Tensor | None]]:
                 totals, inputs = zip(*payloads.values(), strict=True)
                 flat = torch.autograd.grad(
                     totals[0] if len(totals) == 1 else torch.stack(totals).sum(),
@@ -243,12 +264,12 @@ class LaneBackward:
             # Passes have to do with each other only where replicas have exchanged tensors.
             found = (
                 self._meet("autograd.grad", (total, behind), combine)
-                if self._weights.are_crossed
+                if self.weights.are_crossed
                 else combine({0: (total, behind)})[0]
             )
             own = [None if g is None else self._unweighted(g, tensor) for g, tensor in zip(found, wanted, strict=True)]
         pairs = zip(own, wanted, strict=True)
-        return tuple(None if one is None else self._lanes.hide_as(one, tensor) for one, tensor in pairs)
+        return tuple(None if one is None else self.lanes.hide_as(one, tensor) for one, tensor in pairs)
 
     def _local_grad(
         self,
@@ -267,13 +288,13 @@ class LaneBackward:
             UnsupportedError: replicas have exchanged tensors in this step, so that a loss depends on how other replicas
                 use the variables, too.
         """
-        if self._weights.are_crossed:
+        if self.weights.are_crossed:
             raise UnsupportedError(
                 "torch.autograd.grad with respect to variables, in a step that has used all_reduce, all_gather or "
                 "batch normalisation over all replicas, is not possible on this strategy. Use loss.backward() and "
                 ".grad."
             )
-        hooked = [one for one in wanted if not self._lanes.is_lane_tensor(one) and hooks_on_gradient(one)]
+        hooked = [one for one in wanted if not self.lanes.is_lane_tensor(one) and hooks_on_gradient(one)]
         own_to = [one for one in wanted if all(one is not other for other in hooked)]
         options = partial(
             torch.autograd.grad,
@@ -281,16 +302,16 @@ class LaneBackward:
             allow_unused=allow_unused,
             materialize_grads=materialize_grads,
         )
-        with self._lanes.left("autograd.grad"):
+        with self.lanes.left("autograd.grad"):
             rows = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
             losses = torch.stack(rows).sum(dim=0)
             found: dict[int, torch.Tensor | None] = {}
             if own_to:
-                behind = [self._lanes.behind(tensor) for tensor in own_to]
+                behind = [self.lanes.behind(tensor) for tensor in own_to]
                 each = self._of_each_lane(options, losses, behind, True if hooked else retain_graph)
                 for tensor, gradients in zip(own_to, each, strict=True):
                     own = self._diagonal(gradients, tensor)
-                    found[id(tensor)] = None if own is None else self._lanes.hide(own)
+                    found[id(tensor)] = None if own is None else self.lanes.hide(own)
             if hooked:
                 combined = self._of_all_lanes(options, losses, hooked, retain_graph)
                 found.update(zip(map(id, hooked), combined, strict=True))
@@ -304,7 +325,7 @@ class LaneBackward:
         retain_graph: bool | None,
     ) -> Sequence[torch.Tensor | None]:
         """``[lanes, …]``: of each lane's loss by itself. All in one, but where hooks look at one lane's gradient."""
-        each = torch.eye(self._lanes.count, dtype=losses.dtype, device=losses.device)
+        each = torch.eye(self.lanes.count, dtype=losses.dtype, device=losses.device)
         if not self._has_hooks:
             return differentiate(losses, inputs, each, retain_graph=retain_graph, is_grads_batched=True)
         found = []
@@ -329,20 +350,19 @@ class LaneBackward:
             found = differentiate(torch.stack(list(totals.values())).sum(), variables, retain_graph=retain_graph)
             return {index: [None if one is None else one.clone() for one in found] for index in totals}
 
-        combined: Sequence[torch.Tensor | None] = self._meet("autograd.grad", self._weights.combined(losses), combine)
-        return combined
+        return self._meet("autograd.grad", self.weights.combined(losses), combine)
 
     def _diagonal(self, gradients: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
         """Of each lane's loss: with respect to a lane tensor, the part that is the lane's own."""
-        if gradients is None or not self._lanes.is_lane_tensor(tensor):
+        if gradients is None or not self.lanes.is_lane_tensor(tensor):
             return gradients
-        at = self._lanes.dim_of(tensor)
+        at = self.lanes.dim_of(tensor)
         return torch.diagonal(gradients.movedim(at + 1, 1), dim1=0, dim2=1).movedim(-1, 0)
 
     def combined_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient that a step assigns to a variable: what the replicas' ones combine to."""
-        with self._lanes.left("an assignment to .grad"):
-            own = self._weights.with_factors(self._lanes.stacked(gradient)).sum(dim=0)
+        with self.lanes.left("an assignment to .grad"):
+            own = self.weights.with_factors(self.lanes.stacked(gradient)).sum(dim=0)
 
             def combine(shares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
                 if len(shares) == 1:
@@ -350,8 +370,7 @@ class LaneBackward:
                 total = torch.stack(list(shares.values())).sum(dim=0)
                 return {index: total.clone() for index in shares}  # each pass may edit its gradient in place
 
-            combined: torch.Tensor = self._meet("an assignment to .grad", own, combine)
-            return combined
+            return self._meet("an assignment to .grad", own, combine)
 
     def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         """``[lanes]``: what each lane differentiates."""
@@ -360,19 +379,19 @@ class LaneBackward:
                 "backward needs a scalar, and so does autograd.grad, or the gradient of the output; got a tensor of "
                 f"shape {tuple(root.shape)} on each replica."
             )
-        stacked = self._lanes.stacked(root)
+        stacked = self.lanes.stacked(root)
         if gradient is not None:
-            stacked = stacked * self._lanes.stacked(gradient)
-        return stacked.reshape(self._lanes.count, -1).sum(dim=1)
+            stacked = stacked * self.lanes.stacked(gradient)
+        return stacked.reshape(self.lanes.count, -1).sum(dim=1)
 
     def gradient_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """``.grad`` of a replica's own tensor: this replica's gradient of its own loss."""
-        behind = self._lanes.behind(tensor)
+        behind = self.lanes.behind(tensor)
         if behind.grad is None:
             return None
-        with self._lanes.left("grad"):
+        with self.lanes.left("grad"):
             own = self._unweighted(behind.grad, tensor)
-        return self._lanes.hide_as(own, tensor)
+        return self.lanes.hide_as(own, tensor)
 
     def _unweighted(self, gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """Of the combined loss, with respect to what is behind a lane tensor: as the gradient of each lane's own loss.
@@ -380,28 +399,32 @@ class LaneBackward:
         Not the gradient of the plain sum of losses: where replicas exchange tensors (`cross_lanes`), what comes back is
         right for weighted losses only.
         """
-        return self._weights.without_factors(gradient, self._lanes.dim_of(tensor))
+        return self.weights.without_factors(gradient, self.lanes.dim_of(tensor))
 
-    def register_hook(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    def register_hook(
+        self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> RemovableHandle:
         """As `torch.Tensor.register_hook`; on a replica's own tensor ``hook`` sees this replica's gradient."""
-        if not self._lanes.is_lane_tensor(tensor):
-            return tensor.register_hook(hook)
-        at = self._lanes.dim_of(tensor)
+        if not self.lanes.is_lane_tensor(tensor):
+            plain: RemovableHandle = tensor.register_hook(hook)
+            return plain
+        at = self.lanes.dim_of(tensor)
         self._has_hooks = True
-        with self._lanes.left("register_hook") as left:
+        with self.lanes.left("register_hook") as left:
             levels = list(left)
 
             def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
-                own = gradient if self._alone is not None else self._weights.without_factors(gradient, at)
+                own = gradient if self._alone is not None else self.weights.without_factors(gradient, at)
                 with functorch.return_to_levels(levels):
-                    changed = hook(self._lanes.hide_as(own, tensor))
+                    changed = hook(self.lanes.hide_as(own, tensor))
                 if changed is None:
                     return None
-                stacked = self._lanes.stacked(changed).movedim(0, at)
+                stacked = self.lanes.stacked(changed).movedim(0, at)
                 if self._alone is None:
-                    return stacked * self._weights.factors(gradient, at)
-                is_its = torch.arange(self._lanes.count, device=stacked.device) == self._alone
+                    return stacked * self.weights.factors(gradient, at)
+                is_its = torch.arange(self.lanes.count, device=stacked.device) == self._alone
                 shape = [-1 if dim == at else 1 for dim in range(stacked.ndim)]
                 return torch.where(is_its.reshape(shape), stacked, torch.zeros_like(stacked))
 
-            return self._lanes.behind(tensor).register_hook(hooked)
+            of_lanes: RemovableHandle = self.lanes.behind(tensor).register_hook(hooked)
+            return of_lanes

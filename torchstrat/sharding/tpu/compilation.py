@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -143,7 +142,7 @@ class CompilationLog:
         return signature.difference_to(same_step[-1] if same_step else self._last)
 
 
-def describe_inputs(args: Any, kwargs: Any) -> Shapes:
+def describe_inputs(args: Iterable[object], kwargs: Mapping[str, object]) -> Shapes:
     """Name → dtype and shape of every tensor in a replica's arguments; of anything else its value."""
     named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
     found: list[tuple[str, str]] = []

@@ -12,7 +12,7 @@ import enum
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import SupportsIndex, final
 
 import numpy as np
 
@@ -386,7 +386,7 @@ def _checked_topology(topology: object) -> Topology:
     return topology
 
 
-def _checked_number(num_replicas: Any) -> int:
+def _checked_number(num_replicas: SupportsIndex) -> int:
     try:
         number = operator.index(num_replicas)
     except TypeError as error:
@@ -398,7 +398,7 @@ def _checked_number(num_replicas: Any) -> int:
     return number
 
 
-def _checked_order(device_order_mode: Any) -> DeviceOrderMode:
+def _checked_order(device_order_mode: int) -> DeviceOrderMode:
     try:
         return DeviceOrderMode(device_order_mode)
     except ValueError as error:

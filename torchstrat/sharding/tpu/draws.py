@@ -7,9 +7,9 @@ the step makes for itself, and a seed that the step sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch.nn import functional as F
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torchstrat.core import nest
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.randomness import seedings, state_of, stream_seed
+from torchstrat.core.tensor_functions import methods
 from torchstrat.sharding.tpu.edits import Edits
-from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import current_place
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 
@@ -74,7 +74,7 @@ class RandomStream:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, object]]:
         """Where the stream is, between runs: ``{"lanes": {"now": state}}``; empty before the first run of a seed."""
         for label, seed in seedings.labels():
             epoch, state = self._states.get(seed, (None, None))
@@ -82,7 +82,7 @@ class RandomStream:
                 return {"lanes": {label: state}}
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Go on from there. Where ``state`` is another strategy's, the stream begins with the seed in force."""
         self._states = {}
         for label, kept in state.get("lanes", {}).items():
@@ -90,33 +90,14 @@ class RandomStream:
             self._states[seed] = (seedings.epoch_of_known(seed), kept)
 
 
-_TENSOR: Any = torch.Tensor
-
-_FILLS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "uniform_",
-    )
+_FILLS = methods(
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 )
 _INITIALIZATIONS = frozenset(
     getattr(torch.nn.init, name)
     for name in (
-        "kaiming_normal_",
-        "kaiming_uniform_",
-        "normal_",
-        "orthogonal_",
-        "sparse_",
-        "trunc_normal_",
-        "uniform_",
-        "xavier_normal_",
-        "xavier_uniform_",
+        *("kaiming_normal_", "kaiming_uniform_", "normal_", "orthogonal_", "sparse_", "trunc_normal_", "uniform_"),
+        *("xavier_normal_", "xavier_uniform_"),
     )
 )
 _IN_PLACE = _FILLS | _INITIALIZATIONS
@@ -148,8 +129,8 @@ _BY_VALUES = frozenset(
         torch.normal,
         torch.poisson,
         torch.rrelu,
-        _TENSOR.bernoulli,
-        _TENSOR.multinomial,
+        torch.Tensor.bernoulli,
+        torch.Tensor.multinomial,
     )
 )
 """Draws that depend on values, which may differ between replicas."""
@@ -157,7 +138,7 @@ _BY_VALUES = frozenset(
 _DRAWS = _IN_PLACE | _FACTORIES | _LIKE | _BY_VALUES
 
 
-def is_draw(func: object) -> bool:
+def is_draw(func: object) -> TypeGuard[Callable[..., torch.Tensor]]:
     """Whether ``func`` may draw random numbers, or gives a tensor its first values."""
     return func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init"
 
@@ -167,16 +148,26 @@ def is_fill(func: object) -> bool:
     return func in _IN_PLACE or func not in _DRAWS
 
 
-def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What ``func`` draws from ``kwargs["generator"]``, where that is; what a fill draws, in a tensor of its own."""
-    host = kwargs["generator"].device
+def target_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
+    """What a function that `is_fill` names fills."""
+    target = args[0] if args else kwargs["tensor"]
+    assert isinstance(target, torch.Tensor)
+    return target
+
+
+def on_host(
+    func: Callable[..., torch.Tensor], args: Sequence[object], kwargs: dict[str, object], generator: torch.Generator
+) -> torch.Tensor:
+    """What ``func`` draws from ``generator``, where that is; what a fill draws, in a tensor of its own."""
+    host = generator.device
     if is_fill(func):
-        target = args[0] if args else kwargs["tensor"]
+        target = target_of(args, kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "tensor"}
         return func(torch.empty(target.shape, dtype=target.dtype, device=host), *args[1:], **rest)
     if func in _LIKE:
-        like = torch.empty(args[0].shape, dtype=args[0].dtype, device=host)
-        return func(like, *args[1:], **{**kwargs, "device": host})
+        like = args[0]
+        assert isinstance(like, torch.Tensor)
+        return func(torch.empty(like.shape, dtype=like.dtype, device=host), *args[1:], **{**kwargs, "device": host})
     if func in _FACTORIES or func is torch.normal:
         return func(*args, **{**kwargs, "device": host})
     return func(*(one.to(host) if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
@@ -191,21 +182,26 @@ class Draws:
 
     def __init__(
         self,
-        lanes: Lanes,
         edits: Edits,
         stream: RandomStream,
         share: Callable[[torch.Tensor], torch.Tensor],
         from_outside: Callable[[torch.Generator], bool],
     ) -> None:
-        self._lanes, self._edits, self._stream = lanes, edits, stream
+        self._lanes, self._edits, self._stream = edits.lanes, edits, stream
         self._share, self._from_outside = share, from_outside
 
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any], plainly: Callable[[], object]) -> Any:
+    def call(
+        self,
+        func: Callable[..., torch.Tensor],
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        plainly: Callable[[], object],
+    ) -> object:
         """``plainly``: the call as any other is made."""
         generator = kwargs.get("generator")
         if generator is torch.default_generator:  # each replica's own, as where none is named
             del kwargs["generator"]
-        elif generator is not None:
+        elif isinstance(generator, torch.Generator):
             return self._by_generator(func, args, kwargs, generator)
         is_shared = self._stream.seeded_in_step()
         if is_fill(func):
@@ -216,11 +212,10 @@ class Draws:
             with self._lanes.left("a random function"):
                 return plainly()
         if func in _LIKE:
-            given = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            like = args[0]
+            assert isinstance(like, torch.Tensor)
             with self._lanes.left("a random function"):
-                return func(
-                    torch.empty(args[0].shape, dtype=given["dtype"], device=given["device"]), *args[1:], **kwargs
-                )
+                return func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
         if _is_still(func, args, kwargs):
             return plainly()
         raise UnsupportedError(
@@ -229,12 +224,14 @@ class Draws:
             "the step, where each replica gets a stream of its own, or draw with torch.rand(...) and compare."
         )
 
-    def _is_lane(self, args: Any, kwargs: object) -> bool:
+    def _is_lane(self, args: Sequence[object], kwargs: object) -> bool:
         return any(self._lanes.is_lane_tensor(one) for one in nest.leaves((list(args), kwargs)))
 
-    def _fill(self, func: Any, args: Any, kwargs: dict[str, Any], is_shared: bool) -> Any:
+    def _fill(
+        self, func: Callable[..., torch.Tensor], args: Sequence[object], kwargs: dict[str, object], is_shared: bool
+    ) -> torch.Tensor:
         """Random values in place: each replica's own for what the step has made, for all the same else."""
-        target = args[0] if args else kwargs["tensor"]
+        target = target_of(args, kwargs)
         if self._lanes.is_inside_transform:
             return func(*args, **kwargs)
         if self._lanes.is_lane_tensor(target):
@@ -250,7 +247,13 @@ class Draws:
         with self._lanes.left("a random initialisation"):
             return func(*args, **kwargs)
 
-    def _by_generator(self, func: object, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
+    def _by_generator(
+        self,
+        func: Callable[..., torch.Tensor],
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
         """Drawn on the generator's device, as the numbers are that it is made for. From one that the step was given
         the replicas draw one after the other; one that the step has made is each replica's, at the same place."""
         if func in _BY_VALUES and self._is_lane(args, kwargs):
@@ -259,18 +262,18 @@ class Draws:
                 f"the generator is, before these values are there. It is at {current_place()}. Leave the generator "
                 "out, or draw with torch.rand(shape, generator=generator) and compare."
             )
-        target = (args[0] if args else kwargs["tensor"]) if is_fill(func) else None
+        target = target_of(args, kwargs) if is_fill(func) else None
         with self._lanes.left("a random function"):
-            draw = partial(on_host, func, args, kwargs)
+            draw = partial(on_host, func, args, kwargs, generator)
             is_own = self._from_outside(generator) and (target is None or self._edits.is_made(target))
             drawn = [draw() for _ in self._lanes.active] if is_own else [draw()]
-            wanted = kwargs.get("dtype") or drawn[0].dtype
+            wanted = kwargs.get("dtype")
             if is_own:
                 by_lane = dict(zip(self._lanes.active, drawn, strict=True))
                 stacked = torch.stack([by_lane.get(lane, drawn[0]) for lane in range(self._lanes.count)])
                 values = self._share(stacked)
             else:
-                values = self._share(drawn[0].to(wanted))
+                values = self._share(drawn[0].to(wanted) if isinstance(wanted, torch.dtype) else drawn[0])
         result = self._lanes.hide(values) if is_own else values
         if kwargs.get("requires_grad"):
             result = result.detach()
@@ -283,15 +286,15 @@ class Draws:
             return target.copy_(result)
 
 
-def _is_still(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_still(func: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """Whether a function that can draw does not, by its arguments."""
     if kwargs.get("training") is False or (func is F.dropout and args[2:3] == (False,)):
         return True
-    place = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
+    places: dict[object, int] = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+    place = places.get(func)
     if place is None:
         return False
-    chance: float = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
-    return chance == 0.0
+    return (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)) == 0.0
 
 
 def _name(func: object) -> str:

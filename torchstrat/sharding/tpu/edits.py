@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import is_of_transform, is_view, own_parameters, swap_tensor_impl, version_of
+from torchstrat.core._torch_private import (
+    base_of,
+    is_of_transform,
+    is_view,
+    own_parameters,
+    swap_tensor_impl,
+    version_of,
+)
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.reachable import MembersWatch, Watcher
 from torchstrat.core.reduction import VariableAggregation
+from torchstrat.core.tensor_functions import getter, setter
 from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu import _functorch_private as functorch
-from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights
-from torchstrat.sharding.tpu.lanes import Lanes
+from torchstrat.sharding.tpu.backward import LaneBackward
+from torchstrat.sharding.tpu.lanes import TensorSet
 
 
 class _Own(NamedTuple):
@@ -51,8 +59,8 @@ class MadeInRun:
     """What all passes of one run have made, where others may find it."""
 
     def __init__(self) -> None:
-        self.members: dict[int, weakref.ref[torch.Tensor]] = {}
-        """By `id`: of modules, other than deep copies. They are variables."""
+        self.members = TensorSet()
+        """Of modules, other than deep copies. They are variables."""
         self.stepped: weakref.WeakKeyDictionary[Optimizer, OwnLeaves] = weakref.WeakKeyDictionary()
         """Optimizers of replicas' own leaves, and the pass that has stepped each."""
 
@@ -61,16 +69,9 @@ class OwnLeaves:
     """Of one pass. ``known``: `id` of the tensors that were there before it. ``several``: whether there are several
     replicas; with one, what it makes is the program's."""
 
-    def __init__(
-        self,
-        lanes: Lanes,
-        weights: LaneWeights,
-        backward: LaneBackward,
-        known: Collection[int],
-        made: MadeInRun,
-        several: bool,
-    ) -> None:
-        self._lanes, self._weights, self._backward = lanes, weights, backward
+    def __init__(self, backward: LaneBackward, known: Collection[int], made: MadeInRun, *, several: bool) -> None:
+        self.lanes, self.backward = backward.lanes, backward
+        backward.before = self._before_backward
         self._known, self._made, self._several = known, made, several
         self._own: dict[int, _Own] = {}
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], list[weakref.ref[torch.Tensor]]]] = {}
@@ -93,12 +94,11 @@ class OwnLeaves:
             return
         others = [one for one in own_parameters(module).values() if one is not None]
         if not any(self.has(one) or self.is_new(one) for one in others):  # else it is a deep copy
-            self._made.members[id(member)] = weakref.ref(member)
+            self._made.members.add(member)
 
     def is_member(self, tensor: torch.Tensor) -> bool:
         """Whether a pass has put ``tensor`` into a module, other than a deep copy."""
-        reference = self._made.members.get(id(tensor))
-        return reference is not None and reference() is tensor
+        return tensor in self._made.members
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has become each replica's own."""
@@ -121,7 +121,7 @@ class OwnLeaves:
             and not is_of_transform(tensor)
         )
 
-    def take_up(self, args: Any, kwargs: dict[str, Any]) -> None:
+    def take_up(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
         """A function that may be differentiated is about to be called with these."""
         for one in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(one, torch.Tensor):
@@ -132,16 +132,16 @@ class OwnLeaves:
                 self.take_up(one, {})
 
     def _take_up(self, tensor: torch.Tensor) -> None:
-        if self._lanes.is_lane_tensor(tensor):
+        if self.lanes.is_lane_tensor(tensor):
             if not isinstance(tensor, nn.Parameter) or self.has(tensor):
                 return
             with functorch.leave_levels():
                 if self.is_member(tensor):  # a variable, which begins with the first replica's values
-                    value = self._lanes.stacked(tensor)[self._lanes.active[0]].detach().clone()
+                    value = self.lanes.stacked(tensor)[self.lanes.active[0]].detach().clone()
                     swap_tensor_impl(tensor, value.requires_grad_())
                 else:
-                    behind = self._lanes.behind(tensor).detach().requires_grad_()
-                    self._become(tensor, self._lanes.hide_as(behind, tensor))
+                    behind = self.lanes.behind(tensor).detach().requires_grad_()
+                    self._become(tensor, self.lanes.hide_as(behind, tensor))
         elif self.is_new(tensor):
             self.make_own(tensor)
 
@@ -149,8 +149,8 @@ class OwnLeaves:
         """Let a leaf that `is_new` be each replica's own from now on, as the same object."""
         gradient = leaf.grad
         with functorch.leave_levels():
-            stacked = self._lanes.stacked(leaf.detach()).clone().requires_grad_(leaf.requires_grad)
-            self._become(leaf, self._lanes.hide(stacked))
+            stacked = self.lanes.stacked(leaf.detach()).clone().requires_grad_(leaf.requires_grad)
+            self._become(leaf, self.lanes.hide(stacked))
         if gradient is not None:
             self.set_gradient(leaf, gradient)
 
@@ -173,16 +173,16 @@ class OwnLeaves:
                 f"which has to become each replica's own, and others look at its values ({error}). Make it, and what "
                 "looks at it, of torch.zeros(…, requires_grad=True) or tensor.detach().clone().requires_grad_()."
             ) from error
-        self._lanes.notes.add(leaf)
-        self._own[id(leaf)] = _Own(weakref.ref(leaf), version_of(self._lanes.behind(leaf)))
+        self.lanes.notes.add(leaf)
+        self._own[id(leaf)] = _Own(weakref.ref(leaf), version_of(self.lanes.behind(leaf)))
 
-    def edit_alike(self, tensor: torch.Tensor, edit: Callable[[], Any]) -> Any:
+    def edit_alike(self, tensor: torch.Tensor, edit: Callable[[], object]) -> object:
         """``tensor``, which differs between replicas, is edited alike on all of them."""
         found = self._found(tensor)
-        is_unchanged = found is not None and found.version == version_of(self._lanes.behind(tensor))
+        is_unchanged = found is not None and found.version == version_of(self.lanes.behind(tensor))
         edited = edit()
         if found is not None and is_unchanged:
-            self._own[id(tensor)] = found._replace(version=version_of(self._lanes.behind(tensor)))
+            self._own[id(tensor)] = _Own(found.leaf, version_of(self.lanes.behind(tensor)))
         return edited
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -205,27 +205,27 @@ class OwnLeaves:
         """``leaf.data = data``, where one of the two differs between replicas."""
         if self.is_new(leaf):
             self.make_own(leaf)
-        if not self._lanes.is_lane_tensor(leaf) or leaf.shape != data.shape:
+        if not self.lanes.is_lane_tensor(leaf) or leaf.shape != data.shape:
             raise UnsupportedError(
                 f"a step assigned .data of shape {tuple(data.shape)} to a tensor of shape {tuple(leaf.shape)}, and it "
                 "differs between replicas: on this strategy that is possible for a tensor that the step has made (a "
                 "deep copy, a parameter in no module), of the same shape."
             )
         with functorch.leave_levels():
-            stacked = self._lanes.stacked(data).clone()
-            self._lanes.behind(leaf).data = stacked.movedim(0, self._lanes.dim_of(leaf))
+            stacked = self.lanes.stacked(data).clone()
+            self.lanes.behind(leaf).data = stacked.movedim(0, self.lanes.dim_of(leaf))
         self._own.pop(id(leaf), None)
 
     def close(self) -> None:
         """The pass is over: what has become each replica's own and was changed by none is one for all again."""
         for own in self._own.values():
             leaf = own.leaf()
-            if leaf is None or not self._lanes.is_lane_tensor(leaf):
+            if leaf is None or not self.lanes.is_lane_tensor(leaf):
                 continue
-            behind = self._lanes.behind(leaf)
+            behind = self.lanes.behind(leaf)
             if version_of(behind) != own.version or behind.grad is not None:
                 continue
-            value = self._lanes.stacked(leaf).detach()[self._lanes.active[0]].clone()
+            value = self.lanes.stacked(leaf).detach()[self.lanes.active[0]].clone()
             with suppress(RuntimeError):  # where others look at it, it stays what it is, and says so when it is used
                 swap_tensor_impl(leaf, value.requires_grad_(behind.requires_grad))
         self._known, self._handed = (), {}
@@ -234,13 +234,13 @@ class OwnLeaves:
 
     def gradient_of(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """``.grad`` of a leaf of each replica's own, the same object until there is another gradient."""
-        behind = self._lanes.behind(leaf).grad
+        behind = self.lanes.behind(leaf).grad
         handed = self._handed.get(id(leaf))
         if handed is not None and handed.behind is behind and handed.behind_version == version_of(behind):
             return handed.gradient
-        gradient = self._backward.gradient_of(leaf)
+        gradient = self.backward.gradient_of(leaf)
         if behind is not None and gradient is not None:
-            version = version_of(self._lanes.behind(gradient))
+            version = version_of(self.lanes.behind(gradient))
             self._handed[id(leaf)] = _Handed(leaf, behind, version_of(behind), gradient, version)
         return gradient
 
@@ -248,29 +248,28 @@ class OwnLeaves:
         """``leaf.grad = gradient``: each replica's own gradient of its own loss."""
         self._handed.pop(id(leaf), None)
         if gradient is None:
-            self._lanes.behind(leaf).grad = None
+            self.lanes.behind(leaf).grad = None
             return
         with functorch.leave_levels():
-            own = self._lanes.stacked(gradient)
-            factors = self._weights.factors(own)
+            own = self.lanes.stacked(gradient)
+            factors = self.backward.weights.factors(own)
             # As a backward pass of the combined loss would leave it, and add to it; see `without_factors`.
             weighted = torch.where(factors > 0, own * factors, own)
-            behind = self._lanes.behind(leaf)
-            behind.grad = weighted.movedim(0, self._lanes.dim_of(leaf))
+            behind = self.lanes.behind(leaf)
+            behind.grad = weighted.movedim(0, self.lanes.dim_of(leaf))
         if behind.grad is not None:
-            version = version_of(self._lanes.behind(gradient))
+            version = version_of(self.lanes.behind(gradient))
             self._handed[id(leaf)] = _Handed(leaf, behind.grad, version_of(behind.grad), gradient, version)
 
-    def before_backward(self) -> None:
+    def _before_backward(self) -> None:
         """What a step has made of its gradients in place is what the backward pass adds to."""
         for handed in list(self._handed.values()):
-            if version_of(self._lanes.behind(handed.gradient)) != handed.version:
+            if version_of(self.lanes.behind(handed.gradient)) != handed.version:
                 self.set_gradient(handed.leaf, handed.gradient)
         self._handed.clear()
 
 
-_TENSOR: Any = torch.Tensor
-_ALIASES = frozenset((torch.detach, _TENSOR.detach, _TENSOR.data.__get__))
+_ALIASES = frozenset((torch.detach, torch.Tensor.detach, getter("data")))
 """Results that share memory with the argument, and are no views to autograd on all devices."""
 
 _NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
@@ -282,21 +281,16 @@ def is_edit(func: object) -> bool:
     return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
 
 
-_SHOWS = frozenset((torch.detach, torch.Tensor.detach, _TENSOR.data.__get__, _TENSOR.data.__set__))
+_SHOWS = _ALIASES | {setter("data")}
 """Calls behind which a tensor can be changed without a call that has it as its argument."""
 
 
-def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
     """Of the arguments, what the call may change."""
     found = [*nest.leaves(args[0])] if args and (func in _SHOWS or is_edit(func)) else []
     if kwargs.get("out") is not None:
         found += nest.leaves(kwargs["out"])
     return [one for one in found if isinstance(one, torch.Tensor)]
-
-
-def _is_noted(notes: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
-    reference = notes.get(id(tensor))
-    return reference is not None and reference() is tensor
 
 
 def _adds_up(registry: VariableRegistry, slot: BufferSlot) -> bool:
@@ -319,92 +313,97 @@ class Edits:
 
     def __init__(
         self,
-        lanes: Lanes,
-        backward: LaneBackward,
         own: OwnLeaves,
         registry: VariableRegistry,
-        merged: Callable[[Any, VariableAggregation, torch.Tensor], Any],
-        expose: Callable[[torch.Tensor], None],
         differing: DifferingEdits,
+        merged: Callable[[torch.Tensor, VariableAggregation, torch.Tensor], torch.Tensor],
+        expose: Callable[[torch.Tensor], None],
     ) -> None:
         """``merged``: over all replicas, of a buffer that they have changed differently, and that was so before.
 
         ``expose``: told of a tensor whose ``data`` the step asks for, or replaces."""
-        self._lanes, self._backward, self._registry, self._merged = lanes, backward, registry, merged
-        self._own, self._differing = own, differing
+        self.own, self.lanes, self.backward = own, own.lanes, own.backward
+        self.registry, self._differing, self._merged = registry, differing, merged
         self.expose = expose
-        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._aliased: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._made, self._aliased = TensorSet(), TensorSet()
 
-    def note_result(self, func: Any, args: Any, result: Any) -> None:
+    def note_result(self, func: object, args: Sequence[object], result: object) -> None:
         """Remember a tensor that the step has made: nobody outside of it knows it. One that shares memory with such a
         tensor is none, and the tensor from then on cannot become each replica's own."""
-        if not isinstance(result, torch.Tensor) or self._lanes.is_lane_tensor(result):
+        if not isinstance(result, torch.Tensor) or self.lanes.is_lane_tensor(result):
             return
         of = [one for one in args if isinstance(one, torch.Tensor)]
         if any(one is result for one in of):
             return
         if func in _ALIASES or is_view(result):
             for one in of:
-                self._own.note_alias(one, result)
-                if _is_noted(self._made, one) or _is_noted(self._aliased, one):
-                    for alias in (one, result):
-                        self._aliased[id(alias)] = weakref.ref(alias)
+                self.own.note_alias(one, result)
+                if self.is_made(one):
+                    self._aliased.add(one)
+                    self._aliased.add(result)
         elif getattr(func, "__name__", "") != "__get__":
             self.note_made(result)
 
     def note_made(self, tensor: torch.Tensor) -> None:
-        self._made[id(tensor)] = weakref.ref(tensor)
+        self._made.add(tensor)
 
     def is_made(self, tensor: torch.Tensor) -> bool:
         """Whether the step has made the memory of ``tensor``, so that no other run and no variable sees it."""
-        return _is_noted(self._made, tensor) or _is_noted(self._aliased, tensor)
+        return tensor in self._made or tensor in self._aliased
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
         """Whether the step has made ``tensor``, which shares memory with no other, for all replicas."""
         return (
-            _is_noted(self._made, tensor)
-            and not _is_noted(self._aliased, tensor)
+            tensor in self._made
+            and tensor not in self._aliased
             and not tensor.requires_grad
-            and not self._lanes.is_lane_tensor(tensor)
+            and not self.lanes.is_lane_tensor(tensor)
         )
 
-    def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, object]) -> Any:
+    def edit(
+        self,
+        func: object,
+        do: Callable[..., object],
+        target: torch.Tensor,
+        operands: Sequence[object],
+        kwargs: dict[str, object],
+    ) -> object:
         """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
 
         Variables and gradients then take what the first replica makes of them, which is said once, and buffers what
         their aggregation says (`BufferRules`), as on every strategy; a gradient that is copied into ``.grad`` is
         combined. A tensor that the step has made becomes each replica's own (``total += loss``).
         """
-        target = args[0]
-        if self._lanes.is_inside_transform:
-            return do(*args, **kwargs)
-        is_lane = self._lanes.is_lane_tensor(target)
-        if is_lane and not self._own.has(target):
-            return do(*args, **kwargs)
-        is_alike = not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs)))
+        if self.lanes.is_inside_transform:
+            return do(target, *operands, **kwargs)
+        is_lane = self.lanes.is_lane_tensor(target)
+        if is_lane and not self.own.has(target):
+            return do(target, *operands, **kwargs)
+        is_alike = not any(self.lanes.is_lane_tensor(value) for value in nest.leaves((operands, kwargs)))
+        if is_lane and is_alike:
+            return self.own.edit_alike(target, lambda: do(target, *operands, **kwargs))
         if is_lane:
-            return self._own.edit_alike(target, lambda: do(*args, **kwargs)) if is_alike else do(*args, **kwargs)
+            return do(target, *operands, **kwargs)
         if is_alike:
-            slot = self._slot_that_adds_up(*args)
+            slot = self._slot_that_adds_up(target, *operands)
             if slot is None:
-                return do(*args, **kwargs)
-        elif self._own.is_new(target):
-            self._own.make_own(target)
-            return do(*args, **kwargs)
+                return do(target, *operands, **kwargs)
+        elif self.own.is_new(target):
+            self.own.make_own(target)
+            return do(target, *operands, **kwargs)
         else:
             slot = self._slot_of(target)
-        variables = self._registry.tensors()
+        variables = self.registry.tensors()
         gradient_of = next((one for one in variables if one.grad is target), None)
         if gradient_of is None and slot is None and not any(one is target for one in variables):
             self.make_own(func, target)
-            return do(*args, **kwargs)
-        if func is torch.Tensor.copy_ and gradient_of is not None:
-            return target.copy_(self._backward.combined_gradient(args[1]))
-        with self._lanes.left("an edit of a variable"):
-            expanded = self._lanes.stacked(target.detach()).clone()
-        edited = self._lanes.hide(expanded)
-        do(edited, *args[1:], **kwargs)
+            return do(target, *operands, **kwargs)
+        if func is torch.Tensor.copy_ and gradient_of is not None and isinstance(operands[0], torch.Tensor):
+            return target.copy_(self.backward.combined_gradient(operands[0]))
+        with self.lanes.left("an edit of a variable"):
+            expanded = self.lanes.stacked(target.detach()).clone()
+        edited = self.lanes.hide(expanded)
+        do(edited, *operands, **kwargs)
         if slot is not None:
             target.copy_(self._merged(edited, self._aggregation_of(slot, target), target.detach()))
             return target
@@ -412,31 +411,32 @@ class Edits:
             self._differing.report([], [gradient_of])
         else:
             self._differing.report([target])
-        target.copy_(self._lanes.first(edited))
+        target.copy_(self.lanes.first(edited))
         return target
 
     def _slot_of(self, target: torch.Tensor) -> BufferSlot | None:
         """Where it is a buffer of the strategy's modules."""
-        base = target._base if is_view(target) else target
-        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is base), None)
-        if slot is not None and base is not target:
-            require_whole(self._registry, slot, "a part of it is edited")
+        base = base_of(target)
+        whole = target if base is None else base
+        slot = next((slot for slot in self.registry.buffer_slots() if slot.tensor is whole), None)
+        if slot is not None and base is not None:
+            require_whole(self.registry, slot, "a part of it is edited")
             return None
         return slot
 
     def _slot_that_adds_up(self, target: torch.Tensor, *operands: object) -> BufferSlot | None:
         """The same, where an edit that all replicas make alike counts once for each of them."""
-        rows, rules = self._backward.rows_of_each, self._registry.buffer_rules
+        rows, rules = self.backward.rows_of_each, self.registry.buffer_rules
         may_count = rows > 1 and bool(operands) and type(operands[0]) is int and operands[0] == rows
         slot = self._slot_of(target) if rules or may_count else None
-        if slot is None or _adds_up(self._registry, slot):
+        if slot is None or _adds_up(self.registry, slot):
             return slot
         if may_count and target.numel() == 1 and not is_statistic(slot.module, slot.name):
             rules.look_at_count(slot.module, slot.name, 0, rows, rows)
         return None
 
     def _aggregation_of(self, slot: BufferSlot, target: torch.Tensor) -> VariableAggregation:
-        module, name, rules = slot.module, slot.name, self._registry.buffer_rules
+        module, name, rules = slot.module, slot.name, self.registry.buffer_rules
         if rules.keeps_own(module, name):
             raise UnsupportedError(
                 f"set_aggregation({type(module).__name__}, {name!r}, 'none') lets every replica keep its own value, "
@@ -449,12 +449,12 @@ class Edits:
 
     def make_own(self, func: object, target: torch.Tensor) -> None:
         """Let a tensor that a step made be each replica's own from now on, as the same object."""
-        with self._lanes.left("an edit in place"):
-            expanded = self._lanes.stacked(target).clone()
+        with self.lanes.left("an edit in place"):
+            expanded = self.lanes.stacked(target).clone()
         try:
             if not self.is_alone(target):
                 raise RuntimeError("others may look at its values")
-            swap_tensor_impl(target, self._lanes.hide(expanded))
+            swap_tensor_impl(target, self.lanes.hide(expanded))
         except RuntimeError as error:
             raise UnsupportedError(
                 f"{getattr(func, '__name__', func)} in place would write what differs between replicas into a tensor "
@@ -463,13 +463,13 @@ class Edits:
 
     def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """``tensor.grad = gradient``: what the replicas' ones combine to, or each one's for a tensor of its own."""
-        if gradient is not None and self._lanes.is_lane_tensor(gradient) and self._own.is_new(tensor):
-            self._own.make_own(tensor)
-        if self._lanes.is_lane_tensor(tensor):
-            self._own.set_gradient(tensor, gradient)
+        if gradient is not None and self.lanes.is_lane_tensor(gradient) and self.own.is_new(tensor):
+            self.own.make_own(tensor)
+        if self.lanes.is_lane_tensor(tensor):
+            self.own.set_gradient(tensor, gradient)
             return
-        if gradient is not None and self._lanes.is_lane_tensor(gradient):
-            gradient = self._backward.combined_gradient(gradient)
+        if gradient is not None and self.lanes.is_lane_tensor(gradient):
+            gradient = self.backward.combined_gradient(gradient)
             if gradient.stride() != tensor.stride():
                 gradient = torch.empty_like(tensor).copy_(gradient)  # as backward's lies: fused steps go by memory
         tensor.grad = gradient

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -34,16 +34,20 @@ from torchstrat.sharding.grid import DeviceGrid, ShardedEntry, Sharding
 from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
-from torchstrat.sharding.tpu.draws import RandomStream, is_draw, is_fill, on_host
+from torchstrat.sharding.tpu.draws import RandomStream, is_draw, is_fill, on_host, target_of
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LanePlacement, LaneValues, Pass, Stacked, global_inputs
 from torchstrat.sharding.tpu.lanes import Lanes
 from torchstrat.sharding.tpu.limits import refused_program
 from torchstrat.sharding.tpu.passes import Alone, Passes
-from torchstrat.sharding.tpu.recording import Recording
+from torchstrat.sharding.tpu.recording import NormLayer, Recording, Run
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 from torchstrat.sharding.tpu.step_mode import RecordedMode, optimizers_watched
 from torchstrat.sharding.tpu.variables import DeviceVariables, ShardingOf, ValuesBefore
+
+
+class _Kept(Protocol):
+    annotate: Callable[[torch.Tensor], None]
 
 
 class _Cut(torch.autograd.Function):
@@ -52,7 +56,7 @@ class _Cut(torch.autograd.Function):
     A copy, because a tensor that is cut already cannot be cut otherwise, and chains of annotations may."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, annotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def forward(ctx: _Kept, tensor: torch.Tensor, annotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
         ctx.annotate = annotate
         # Not clone(): of an input of the program that is the input itself, which has been cut already.
         cut = torch.cat([tensor.unsqueeze(0)]).squeeze(0)
@@ -60,7 +64,7 @@ class _Cut(torch.autograd.Function):
         return cut
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Cut.apply(gradient, ctx.annotate), None  # type: ignore[no-untyped-call]
 
 
@@ -115,57 +119,35 @@ _LAYERS = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 """They run as they are where nothing is mapped."""
 
 
-def record_global_view(
-    strategy: StrategyLike,
-    fn: Callable[..., object],
-    args: Any,
-    kwargs: Any,
-    device: torch.device,
-    logical_devices: int,
-    stream: RandomStream,
-    edits: Callable[[torch.Tensor], object],
-) -> Any:
-    """Call ``fn`` once, on tensors of the global batch; what it returned. ``edits``: see `RecordedMode`."""
-    rewrites = Rewrites(_itself, logical_devices=logical_devices)
-
-    def find(func: object) -> Callable[..., object] | None:
-        return None if func in _LAYERS else rewrites.find(func)
-
-    with enter(strategy, ReplicaContext(strategy, 0)), _GlobalMode(device, find, edits, stream).active():
-        return fn(*args, **kwargs)
-
-
 class _GlobalMode(RecordedMode):
-    """With random numbers that are one device's."""
+    """For a step that sees the global batch as one: with random numbers that are one device's."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        find: Callable[[Any], Any],
-        edits: Callable[[torch.Tensor], object],
-        stream: RandomStream,
-    ) -> None:
-        super().__init__(device, find, edits)
-        self._stream = stream
+    def __init__(self, run: Run) -> None:
+        rewrites = Rewrites(lambda tensor: tensor, logical_devices=run.logical_devices)
+        find = lambda func: None if func in _LAYERS else rewrites.find(func)  # noqa: E731
+        super().__init__(run.device, find, run.before.edits)
+        self._stream = run.stream
 
-    def _call(self, func: object, types: object, args: object, kwargs: dict[str, object]) -> Any:
+    def call(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         if is_draw(func):
             self._stream.seeded_in_step()
-            if kwargs.get("generator") is not None:
-                return self._drawn(func, args, kwargs)
-        return super()._call(func, types, args, kwargs)
+            generator = kwargs.get("generator")
+            if isinstance(generator, torch.Generator):
+                return self._drawn(func, args, kwargs, generator)
+        return super().call(func, args, kwargs)
 
-    def _drawn(self, func: object, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        drawn: torch.Tensor = on_host(func, args, kwargs).detach().to(self._device)
+    def _drawn(
+        self,
+        func: Callable[..., torch.Tensor],
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        drawn = on_host(func, args, kwargs, generator).detach().to(self._device)
         if not is_fill(func):
             return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
         with torch.no_grad():
-            target: torch.Tensor = args[0] if args else kwargs["tensor"]
-            return target.copy_(drawn)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+            return target_of(args, kwargs).copy_(drawn)
 
 
 class _Recordings(threading.local):
@@ -234,7 +216,6 @@ class SpmdReplicas:
             worker_index=0,
             always_wrap=False,
             communicator=None,
-            per_replica_input=self._strategy._per_replica_input,
             placement=LanePlacement(self._feeder) if several else None,
             join=lane_values.join if several else None,
         )
@@ -284,8 +265,12 @@ class SpmdReplicas:
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None = None
-    ) -> Any:
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        options: RunOptions | None = None,
+    ) -> object:
         self._require_open()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # the same numbers; see `RecordedMode`
@@ -304,11 +289,10 @@ class SpmdReplicas:
             if not weights.active:
                 return PerReplica((), weights=weights)
             self._variables.take()
-            record: Callable[[], Any]
             if options.global_view:
                 inputs = global_inputs(args, kwargs, weights.active, self._feeder)
                 signature = _signature(fn, [Pass((), *inputs)])
-                record = partial(self._record_global, fn, *inputs)
+                record = partial(_record_global, fn, *inputs)
             else:
                 passes = Inputs(args, kwargs, weights.active, self._feeder).passes()
                 signature = _signature(fn, passes)
@@ -334,23 +318,33 @@ class SpmdReplicas:
         finally:
             self._entry.release()
 
-    def _run(self, signature: Signature, record: Callable[[], Any]) -> Any:
+    def _run(self, signature: Signature, record: Callable[[Run], object]) -> object:
         self.log.admit(signature)
         if self._runtime.has_recorded():
             # What the loop has done since the last run is no part of the step's program. Otherwise nothing is done:
             # it would wait for the program that still runs, and recording goes on beside it.
             self._runtime.execute()
         self._stream.begin()
-        before = self._before = ValuesBefore(self.registry, several=self._num_replicas > 1)
+        run = Run(
+            self._strategy,
+            self.registry,
+            self._feeder,
+            self._stream,
+            self._differing,
+            ValuesBefore(self.registry, several=self._num_replicas > 1),
+            self._runtime.device,
+            self._num_replicas,
+            self._grid.num_logical_devices,
+        )
         try:
-            with self._runtime.tracing(), optimizers_watched(before.stepped):
-                result = record()
+            with self._runtime.tracing(), optimizers_watched(run.before.stepped):
+                result = record(run)
         except BaseException:
-            before.put_back()
+            run.before.put_back()
             raise
         finally:
             self._stream.end()
-            del before, self._before  # what is alive when the program runs would be a result of it
+            del run  # what is alive when the program runs would be a result of it
         self._variables.take()
         self._variables.keep_shardings()
         try:
@@ -362,7 +356,7 @@ class SpmdReplicas:
                 leaf.is_settled = True
         return result
 
-    def _record_all(self, fn: Callable[..., Any], passes: Sequence[Pass], weights: StepWeights) -> object:
+    def _record_all(self, fn: Callable[..., object], passes: Sequence[Pass], weights: StepWeights, run: Run) -> object:
         all_weights: list[LaneWeights] = []
         replicas = [replica for one in passes for replica in one.replicas]
         counts = weights.in_buffers(replicas, [weights.of(replica) for replica in replicas])
@@ -374,43 +368,26 @@ class SpmdReplicas:
             own = [in_buffers[replica] for replica in one.replicas]
             LaneWeights(lanes, self.gradient_op, rows, all_weights, own, require)
         if len(passes) == 1:
-            result = self._record(fn, passes[0], all_weights[0], Alone())
-            self._before.require_buffers()
+            result = self._record(fn, passes[0], Recording(run, all_weights[0], Alone()))
+            run.before.require_buffers()
             if len(passes[0].replicas) > 1 or self._num_replicas == 1:
                 return result
             return regroup({passes[0].replicas[0]: result}, is_all=False)  # its numbers are its own, as everywhere
         together = Passes(self.registry, len(passes), self._threads)
 
         def body(index: int) -> object:
-            return self._record(fn, passes[index], all_weights[index], together)
+            return self._record(fn, passes[index], Recording(run, all_weights[index], together))
 
         results = together.run(body)
-        self._before.require_buffers()
+        run.before.require_buffers()
         return lane_values.join_passes(results, [one.replicas for one in passes])
 
-    def _record(self, fn: Callable[..., Any], one: Pass, weights: LaneWeights, passes: Passes | Alone) -> object:
-        recording = Recording(
-            self._strategy,
-            self.registry,
-            self._feeder,
-            self._num_replicas,
-            weights,
-            passes,
-            self._grid.num_logical_devices,
-            self._stream,
-            self._differing,
-            self._before.edits,
-        )
+    def _record(self, fn: Callable[..., object], one: Pass, recording: Recording) -> object:
         self._recordings.current = recording
         try:
-            return recording.record(fn, one, self._runtime.device)
+            return recording.record(fn, one)
         finally:
             self._recordings.current = None
-
-    def _record_global(self, fn: Callable[..., Any], args: object, kwargs: object) -> Any:
-        logical = self._grid.num_logical_devices
-        device, edits = self._runtime.device, self._before.edits
-        return record_global_view(self._strategy, fn, args, kwargs, device, logical, self._stream, edits)
 
     # -- in a step --------------------------------------------------------------------------------------------------
 
@@ -430,18 +407,20 @@ class SpmdReplicas:
             self._feeder.remember_cut(recording.lanes.behind(tensor), sharding.stacked())
         return self.annotations.cut(tensor, sharding, None if recording is None else recording.lanes)
 
-    def all_reduce(self, op: ReduceOp, value: object) -> Any:
+    def all_reduce(self, op: ReduceOp, value: object) -> object:
         recording = self._recording("all_reduce")
-        return nest.map_structure(lambda leaf: recording.all_reduce(op, leaf), value)
+        reduced: object = nest.map_structure(lambda leaf: recording.all_reduce(op, leaf), value)
+        return reduced
 
-    def all_gather(self, value: object, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> object:
         recording = self._recording("all_gather")
-        return nest.map_structure(lambda leaf: recording.all_gather(leaf, axis), value)
+        gathered: object = nest.map_structure(lambda leaf: recording.all_gather(leaf, axis), value)
+        return gathered
 
-    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         return self._recording("merge_call").merge_call(fn, args, kwargs)
 
-    def set_weight(self, weight: Any) -> None:
+    def set_weight(self, weight: float | torch.Tensor) -> None:
         recording = self._recordings.current
         if recording is None:
             return
@@ -460,7 +439,7 @@ class SpmdReplicas:
     def span_replicas(self) -> None:
         """Lanes tell of it themselves."""
 
-    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    def sync_batch_norm(self, layer: NormLayer, x: torch.Tensor) -> torch.Tensor:
         if layer.momentum is None:
             raise UnsupportedError(
                 "momentum=None counts batches on the host, which a recorded step cannot; give the layer a momentum."
@@ -471,7 +450,7 @@ class SpmdReplicas:
 
     # -- cross-replica context --------------------------------------------------------------------------------------
 
-    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
+    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> object:
         if not isinstance(value, DistributedValues):
             return reduction.reduce_plain(op, value, axis, self._num_replicas)
         if isinstance(value, LaneValues) and axis is None and op in value.totals:
@@ -484,16 +463,22 @@ class SpmdReplicas:
         weights = reduction.require_known(value.known_weights())
         return reduction.weighted_mean(self._looked_at(value), weights)
 
-    def gather(self, value: object, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> object:
         if isinstance(value, DistributedValues):
             return reduction.gather_components(self._looked_at(value), axis)
         return reduction.gather_plain(value, axis)
 
-    def _looked_at(self, value: DistributedValues[Any]) -> list[object]:
+    def _looked_at(self, value: DistributedValues[object]) -> list[object]:
         """The components of a value, on the host: on the devices, each combination would be a program of its own."""
         if self._recordings.current is not None:
             return list(value.values)
         return [one.cpu() if isinstance(one, torch.Tensor) else one for one in value.values]
+
+
+def _record_global(fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], run: Run) -> object:
+    """Call ``fn`` once, on tensors of the global batch; what it returned."""
+    with enter(run.strategy, ReplicaContext(run.strategy, 0)), _GlobalMode(run).active():
+        return fn(*args, **kwargs)
 
 
 def _signature(fn: Callable[..., object], passes: Sequence[Pass]) -> Signature:
@@ -508,7 +493,7 @@ def _signature(fn: Callable[..., object], passes: Sequence[Pass]) -> Signature:
     return Signature(f"{name}{place}", tuple(inputs), tuple(replica for one in passes for replica in one.replicas))
 
 
-def _of_a_lane(one: Pass) -> tuple[object, object]:
+def _of_a_lane(one: Pass) -> tuple[list[object], dict[str, object]]:
     def show(leaf: object) -> object:
         return (
             torch.empty(leaf.tensor.shape[1:], dtype=leaf.tensor.dtype, device="meta")
@@ -516,5 +501,5 @@ def _of_a_lane(one: Pass) -> tuple[object, object]:
             else leaf
         )
 
-    shown: tuple[object, object] = nest.map_structure(show, (one.args, one.kwargs))
+    shown: tuple[list[object], dict[str, object]] = nest.map_structure(show, (one.args, one.kwargs))
     return shown

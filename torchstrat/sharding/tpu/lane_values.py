@@ -7,9 +7,9 @@ each pass see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 
 
-class LaneValues(PerReplica[Any]):
+class LaneValues(PerReplica[torch.Tensor]):
     """A `PerReplica` whose components are the entries of one tensor ``[lanes, …]``, cut when somebody looks.
 
     ``stacked``: on the devices; entry ``i`` is replica ``i``'s, what lies behind the last replica's is nobody's.
@@ -67,6 +67,7 @@ class LaneValues(PerReplica[Any]):
         return self._cut
 
 
+Result = TypeVar("Result")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -79,7 +80,7 @@ class Placed(RowsOnTheirWay):
         self.stacked, self.replica = stacked, replica
 
 
-def join(values: Sequence[Any], ids: tuple[int, ...], info: BatchInfo | None) -> PerReplica[Any]:
+def join(values: Sequence[object], ids: tuple[int, ...], info: BatchInfo | None) -> PerReplica[object]:
     """One leaf of a batch that an input pipeline hands out."""
     first = values[0]
     if isinstance(first, Placed):
@@ -87,9 +88,10 @@ def join(values: Sequence[Any], ids: tuple[int, ...], info: BatchInfo | None) ->
     return PerReplica(tuple(values), replica_ids=ids, batch_info=info)
 
 
-def join_passes(results: Sequence[object], replicas: Sequence[Sequence[int]]) -> Any:
+def join_passes(results: Sequence[Result], replicas: Sequence[Sequence[int]]) -> Result:
     """What the passes of one run returned as what its replicas did. ``replicas``: of each pass."""
-    return nest.map_structure(lambda leaf: _join_leaf(leaf, replicas), regroup(dict(enumerate(results))))
+    joined: Result = nest.map_structure(lambda leaf: _join_leaf(leaf, replicas), regroup(dict(enumerate(results))))
+    return joined
 
 
 def _join_leaf(leaf: object, replicas: Sequence[Sequence[int]]) -> object:
@@ -113,7 +115,7 @@ class Feeder:
     def __init__(self, runtime: SpmdRuntime, grid: DeviceGrid) -> None:
         self._runtime, self._grid = runtime, grid
         self._cuts: dict[tuple[torch.Size, torch.dtype], Sharding] = {}  # by the shape of a row
-        self._fed: Any = WeakTensorKeyDictionary()
+        self._fed: MutableMapping[torch.Tensor, Sharding] = WeakTensorKeyDictionary()
 
     def remember_cut(self, stacked: torch.Tensor, sharding: Sharding) -> None:
         """A step has cut one of its inputs: from now on inputs of that shape come cut to the devices, however many rows
@@ -191,7 +193,7 @@ class LanePlacement:
     def __init__(self, feeder: Feeder) -> None:
         self._feeder = feeder
 
-    def place(self, step: Step) -> tuple[Step, tuple[Any, ...]]:
+    def place(self, step: Step) -> tuple[Step, tuple[()]]:
         """Start the copies, where all replicas have as many rows; uneven batches are taken apart when they are run."""
         structures = [nest.flatten(component) for component in step.components]
         if len(set(map(len, structures))) > 1:
@@ -206,14 +208,15 @@ class LanePlacement:
         components = tuple(nest.unflatten(like, own) for like, own in zip(step.components, placed, strict=True))
         return Step(components, step.rows, step.checksum), ()
 
-    def _placed(self, column: Sequence[Any]) -> list[object]:
-        if not isinstance(column[0], torch.Tensor):
-            return list(column)
-        spare = [column[0]] * (self._feeder.lanes - len(column))
-        stacked = self._feeder.stack([*column, *spare])
-        return [Placed(stacked, replica) for replica in range(len(column))]
+    def _placed(self, column: Sequence[object]) -> Sequence[object]:
+        tensors = [one for one in column if isinstance(one, torch.Tensor)]
+        if not tensors:
+            return column
+        spare = [tensors[0]] * (self._feeder.lanes - len(tensors))
+        stacked = self._feeder.stack([*tensors, *spare])
+        return [Placed(stacked, replica) for replica in range(len(tensors))]
 
-    def receive(self, placed: tuple[Step, tuple[Any, ...]]) -> Step:
+    def receive(self, placed: tuple[Step, tuple[object, ...]]) -> Step:
         """In the thread that uses the batches: the runtime orders copies before their use by itself."""
         return placed[0]
 
@@ -243,8 +246,8 @@ class Pass:
     """Replicas whose inputs have the same shapes, and these inputs: leaves `Stacked`, or what all replicas share."""
 
     replicas: tuple[int, ...]
-    args: list[Any]
-    kwargs: dict[str, Any]
+    args: list[object]
+    kwargs: dict[str, object]
 
 
 class Inputs:
@@ -256,11 +259,7 @@ class Inputs:
     """
 
     def __init__(
-        self,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        active: Sequence[int],
-        feeder: Feeder,
+        self, args: Sequence[object], kwargs: dict[str, object], active: Sequence[int], feeder: Feeder
     ) -> None:
         self._nest = (list(args), kwargs)
         self._active, self._feeder = list(active), feeder
@@ -275,7 +274,7 @@ class Inputs:
             groups.setdefault(shapes, []).append(replica)
         return [self._pass(tuple(replicas)) for replicas in groups.values()]
 
-    def _column(self, leaf: DistributedValues[Any]) -> list[object] | None:
+    def _column(self, leaf: DistributedValues[object]) -> list[object] | None:
         """The active replicas' components; None for one tensor, whose components have one shape."""
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
             return None
@@ -343,10 +342,10 @@ def _shape_of(part: object) -> object:
 
 def global_inputs(
     args: Sequence[object], kwargs: dict[str, object], active: Sequence[int], feeder: Feeder
-) -> tuple[Any, Any]:
+) -> tuple[list[object], dict[str, object]]:
     """The arguments for a step that sees the global batch: the replicas' parts joined along their first dimension."""
 
-    def join(leaf: Any) -> object:
+    def join(leaf: object) -> object:
         if not isinstance(leaf, DistributedValues):
             return feeder.share(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, LaneValues) and leaf.stacked.ndim > 1:
@@ -367,5 +366,5 @@ def global_inputs(
         joined = torch.cat([tensor.cpu() for tensor in tensors], dim)
         return feeder.share(joined) if dim else feeder.rows(joined)
 
-    joined: tuple[object, object] = nest.map_structure(join, (list(args), kwargs))
+    joined: tuple[list[object], dict[str, object]] = nest.map_structure(join, (list(args), kwargs))
     return joined

@@ -10,9 +10,8 @@ Tensors of a step that somebody has kept: there is no value behind them, and the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +19,10 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.tensor_functions import properties
 from torchstrat.sharding.tpu import _functorch_private as functorch
 
-_TENSOR: Any = torch.Tensor
-_FACTS = frozenset(
-    getattr(_TENSOR, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "is_sparse", "is_meta")
-)
+_FACTS = properties("shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "is_sparse", "is_meta")
 
 
 class KeptTensor(torch.Tensor):
@@ -36,15 +32,21 @@ class KeptTensor(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         with DisableTorchFunctionSubclass():
             if func in _FACTS or functorch.interpreters():  # in a later run it has the values of its own
                 return func(*args, **(kwargs or {}))
             kept = next((one for one in args if isinstance(one, cls)), None)
             shape = "" if kept is None else f" of shape {tuple(kept.shape)}"
-        if func is _TENSOR.clone:
+        if func is torch.Tensor.clone:
             return kept  # of nothing: lists that have one are copied, too
-        if func in (_TENSOR.__repr__, _TENSOR.__format__):
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return f"<a tensor{shape} of a run that is over>"
         raise UnsupportedError(
             f"a tensor{shape} was used outside of the run that it belongs to: a step has kept it (in a list, or "
@@ -57,7 +59,24 @@ class KeptParameter(KeptTensor, nn.Parameter):
     """The same of a parameter."""
 
 
-_KEPT: dict[type, Any] = {torch.Tensor: KeptTensor, nn.Parameter: KeptParameter}
+_KEPT: dict[type, type[torch.Tensor]] = {torch.Tensor: KeptTensor, nn.Parameter: KeptParameter}
+
+
+class TensorSet:
+    """Tensors by identity, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor)
+
+    def __contains__(self, value: object) -> bool:
+        reference = self._known.get(id(value))
+        return reference is not None and reference() is value
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
 
 
 class Notes:
@@ -74,12 +93,12 @@ class Notes:
             for one in result:
                 self.add(one)
 
-    def close(self, is_lane_tensor: Any) -> None:
+    def close(self, is_lane_tensor: Callable[[torch.Tensor], bool]) -> None:
         """The run is over: who still has one learns so."""
         for reference in self._known:
             tensor = reference()
-            kept = None if tensor is None else _KEPT.get(type(tensor))
-            if kept is not None and is_lane_tensor(tensor):
+            kept = _KEPT.get(type(tensor))
+            if tensor is not None and kept is not None and is_lane_tensor(tensor):
                 tensor.__class__ = kept
         self._known = []
 
@@ -140,7 +159,7 @@ class Lanes:
         return len(functorch.interpreters() or ()) == 1
 
     @contextmanager
-    def left(self, call: str) -> Iterator[list[Any]]:
+    def left(self, call: str) -> Iterator[list[object]]:
         """In this block, inside of `entered`, tensors are what they are to the program: whole.
 
         Raises:
@@ -186,10 +205,8 @@ class Lanes:
         """The tensor of all lanes of which ``value`` shows one, as it lies; a tensor that the lanes share as it is."""
         return functorch.unwrapped(value) if self.is_lane_tensor(value) else value
 
-    def first(self, value: Any) -> Any:
-        """What the first active lane has, as a tensor that the lanes share; anything but a lane tensor as it is."""
-        if not self.is_lane_tensor(value):
-            return value
+    def first(self, value: torch.Tensor) -> torch.Tensor:
+        """What the first active lane has of a lane tensor, as a tensor that the lanes share."""
         with functorch.leave_levels():
             return self.stacked(value)[self.active[0]]
 

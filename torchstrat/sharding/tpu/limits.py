@@ -6,15 +6,15 @@ step is run, is refused at that line (`refusals`): a program that it refuses tak
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn import functional as F
@@ -29,7 +29,7 @@ _NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
 
 def current_place() -> str:
     """The innermost line that is being run and is neither torch's nor ours."""
-    return _first_of_user(_outwards(sys._getframe(1)))
+    return _first_of_user(_outwards(inspect.currentframe()))
 
 
 def place_of(error: BaseException) -> str:
@@ -176,7 +176,13 @@ def require_possible(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def named(error: Exception, func: object, args: object, kwargs: dict[str, object], device: torch.device) -> Exception:
+def named(
+    error: Exception,
+    func: Callable[..., object],
+    args: Iterable[object],
+    kwargs: dict[str, object],
+    device: torch.device,
+) -> Exception:
     """What ``func`` raised: the user's mistake as it is, and what only this strategy cannot do in its words.
 
     It is the user's where the same call fails without values, lanes and compiler.
@@ -206,7 +212,9 @@ def refused_program(error: Exception) -> Exception:
     )
 
 
-def _runs_plainly(func: Any, args: Any, kwargs: dict[str, object], device: torch.device, elsewhere: str) -> bool:
+def _runs_plainly(
+    func: Callable[..., object], args: Iterable[object], kwargs: dict[str, object], device: torch.device, elsewhere: str
+) -> bool:
     """On another device, where not every operation exists for shapes alone."""
     with leave_levels(), untouched_by_surroundings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -246,7 +254,13 @@ def refusals() -> dict[object, Callable[..., object]]:
     return found
 
 
-def _without_singular_values(norm: Callable[..., Any], A: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002, N803
+def _without_singular_values(
+    norm: Callable[..., torch.Tensor],
+    A: torch.Tensor,  # noqa: N803
+    ord: object = None,  # noqa: A002
+    *args: object,
+    **kwargs: object,
+) -> torch.Tensor:
     if ord == "nuc" or (ord in (2, -2) and (norm is torch.linalg.matrix_norm or _dims(args, kwargs, A) > 1)):
         refuse(f"a matrix norm of order {ord!r}")()
     if ord is None and norm is torch.linalg.matrix_norm:
@@ -254,16 +268,18 @@ def _without_singular_values(norm: Callable[..., Any], A: Any, ord: Any = None, 
     return norm(A, ord, *args, **kwargs)
 
 
-def _dims(args: Any, kwargs: dict[str, Any], A: torch.Tensor) -> int:  # noqa: N803
+def _dims(args: tuple[object, ...], kwargs: dict[str, object], A: torch.Tensor) -> int:  # noqa: N803
     """How many dimensions the norm is over."""
     dim = args[0] if args else kwargs.get("dim")
-    return A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    return A.dim() if dim is None else len(dim) if isinstance(dim, Sized) else 1
 
 
-def refuse(name: str, instead: str = "Write it with other operations, or compute it outside of the step.") -> Any:
+def refuse(
+    name: str, instead: str = "Write it with other operations, or compute it outside of the step."
+) -> Callable[..., NoReturn]:
     """What stands for a function of that name."""
 
-    def refused(*_args: object, **_kwargs: object) -> object:
+    def refused(*_args: object, **_kwargs: object) -> NoReturn:
         raise UnsupportedError(
             f"{name} in a step (at {current_place()}): this strategy's compiler has other numbers, or none. {instead}"
         )

@@ -6,18 +6,18 @@ and none for others. Those of `_RIGHT` have been compared with the host's, value
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.tensor_functions import setter
+from torchstrat.sharding.tpu.lanes import TensorSet
 from torchstrat.sharding.tpu.limits import current_place
 
 
-def members(names: Iterable[str], *owners: object) -> frozenset[Any]:
+def members(names: Iterable[str], *owners: object) -> frozenset[object]:
     """What the ``owners`` (`torch`, `torch.Tensor` …) have under these names: functions, and for properties what gets
     their value. What this version of torch lacks is left out."""
     found: set[object] = set()
@@ -32,7 +32,6 @@ def members(names: Iterable[str], *owners: object) -> frozenset[Any]:
 
 
 Tensor = torch.Tensor
-_TENSOR: Any = torch.Tensor
 
 _RIGHT_NAMES = """
     H T __reversed__ __add__ __array__ __bool__ __contains__ __eq__ __format__ __getitem__ __hash__ __iter__ __len__
@@ -58,7 +57,7 @@ _RIGHT_NAMES = """
 """
 
 
-_RIGHT = members(_RIGHT_NAMES.split(), torch, torch.Tensor, F) | {_TENSOR.grad.__set__}
+_RIGHT = members(_RIGHT_NAMES.split(), torch, torch.Tensor, F) | {setter("grad")}
 
 
 def _imaginary(x: Tensor) -> Tensor:
@@ -75,18 +74,29 @@ def _angle(input: Tensor, *, out: Tensor | None = None) -> Tensor:  # noqa: A002
     return result if out is None else out.copy_(result)
 
 
-def _quotient(input: Any, other: Any, *, rounding_mode: None = None) -> Any:  # noqa: A002 - torch's name
+def _quotient(
+    input: Tensor | complex,  # noqa: A002 - torch's name
+    other: Tensor | complex,
+    *,
+    rounding_mode: None = None,
+) -> Tensor | complex:
     if not isinstance(other, Tensor) or not other.is_complex():
         return input * (1.0 / other)
     squares = other.real.square() + _imaginary(other).square()
     return input * other.conj() * squares.reciprocal()
 
 
-def _divided(input: object, other: object) -> Any:  # noqa: A002 - torch's name
+def _divided(input: Tensor | complex, other: Tensor | complex) -> Tensor | complex:  # noqa: A002 - torch's name
     return _quotient(other, input)
 
 
-def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:  # noqa: A002
+def _mean(
+    input: Tensor,  # noqa: A002 - torch's name
+    dim: int | list[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     x = input if dtype is None else input.to(dtype)
     total = x.sum() if dim is None else x.sum(dim, keepdim)
     return total * (total.numel() / x.numel() if x.numel() else float("nan"))
@@ -106,14 +116,14 @@ _BY_PARTS: dict[object, Callable[..., object]] = {
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _quotient),
     **dict.fromkeys((Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__), _quotient),
     Tensor.__rtruediv__: _divided,
-    _TENSOR.__rdiv__: _divided,
+    torch.Tensor.__rdiv__: _divided,
     **dict.fromkeys((torch.mean, Tensor.mean), _mean),
     **dict.fromkeys((torch.view_as_real,), _pair),
     **dict.fromkeys((torch.conj_physical, Tensor.conj_physical), _conjugate),
 }
 
 
-def is_any_complex(args: Any) -> bool:
+def is_any_complex(args: Iterable[object]) -> bool:
     """Whether a tensor among them, or in a list among them, is complex."""
     for one in args:
         if isinstance(one, Tensor):
@@ -124,7 +134,7 @@ def is_any_complex(args: Any) -> bool:
     return False
 
 
-def of_complex(func: Any) -> Callable[..., object]:
+def of_complex(func: Callable[..., object]) -> Callable[..., object]:
     """What to call for ``func`` of complex numbers.
 
     Raises:
@@ -134,7 +144,7 @@ def of_complex(func: Any) -> Callable[..., object]:
     if replacement is not None:
         return replacement
     if func in _RIGHT or func in _TRANSFORMS:
-        return func  # type: ignore[no-any-return]
+        return func
     raise UnsupportedError(
         f"{getattr(func, '__name__', func)} of complex numbers in a step: this strategy's compiler is not known to "
         f"have its values and gradients (at {current_place()}). Write it with the real and the imaginary part: x.real, "
@@ -148,27 +158,23 @@ class Pairs:
     ``views``: functions that give views of their argument.
     """
 
-    def __init__(self, views: frozenset[Any]) -> None:
+    def __init__(self, views: frozenset[object]) -> None:
         self._views = views
-        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self.made = TensorSet()
 
-    def note(self, func: Any, args: Any, result: object) -> None:
+    def note(self, func: object, args: Sequence[object], result: object) -> None:
         """``func(*args)`` was ``result``."""
-        if func is _pair or (self.made and func in self._views and args and self._has(args[0])):
+        if func is _pair or (self.made and func in self._views and args and args[0] in self.made):
             for one in result if isinstance(result, list | tuple) else (result,):
-                self.made[id(one)] = weakref.ref(one)
+                self.made.add(one)
 
     def require_unedited(self, target: object) -> None:
         """Raises `UnsupportedError` where an edit would be lost."""
-        if self.made and self._has(target):
+        if target in self.made:
             raise UnsupportedError(
                 "an edit in place of what torch.view_as_real gives in a step changes a copy of the complex tensor (at "
                 f"{current_place()}). Write the tensor: z.copy_(torch.view_as_complex(pairs * 0.5))."
             )
-
-    def _has(self, value: object) -> bool:
-        reference = self.made.get(id(value))
-        return reference is not None and reference() is value
 
 
 _TRANSFORMS = frozenset(member for member in vars(torch.fft).values() if callable(member))

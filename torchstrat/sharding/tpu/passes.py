@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,15 +36,13 @@ from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
 from torchstrat.replicas.thread_state import ProcessSettings, ThreadState
+from torchstrat.sharding.tpu.backward import Combine, Payload, Result
 from torchstrat.sharding.tpu.edits import MadeInRun
 from torchstrat.sharding.tpu.lanes import steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, explaining
 
 FIRST = 0
 HOST = torch.device("cpu")
-
-
-Combine = Callable[[dict[int, Any]], dict[int, Any]]
 
 
 class Alone:
@@ -55,7 +52,7 @@ class Alone:
         self.made = MadeInRun()
 
     @staticmethod
-    def meet(call: str, payload: object, combine: Combine) -> Any:
+    def meet(call: str, payload: Payload, combine: Combine[Payload, Result]) -> Result:
         return combine({FIRST: payload})[FIRST]
 
     @staticmethod
@@ -216,7 +213,7 @@ class Passes:
         found: int | None = getattr(self._local, "index", None)
         return found
 
-    def run(self, body: Callable[[int], Any]) -> list[Any]:
+    def run(self, body: Callable[[int], object]) -> list[object]:
         """``body(index)`` for each pass; what they returned, in order."""
         state = ThreadState()
 
@@ -253,16 +250,17 @@ class Passes:
         self._helpers.end()
         self._settings.end()
 
-    def meet(self, call: str, payload: object, combine: Combine) -> Any:
+    def meet(self, call: str, payload: Payload, combine: Combine[Payload, Result]) -> Result:
         """See `Baton.meet`."""
 
-        def then_agree(payloads: dict[int, object]) -> dict[int, object]:
+        def then_agree(payloads: dict[int, Payload]) -> dict[int, Result]:
             with explaining(current_place):
-                results = combine(payloads)
+                results = dict(combine(payloads))
                 self._values.agree()
             return results
 
-        return self._baton.meet(call, payload, then_agree)
+        own: Result = self._baton.meet(call, payload, then_agree)
+        return own
 
     def expose(self, tensor: torch.Tensor) -> None:
         """A step asks for ``tensor.data``, or replaces it."""
@@ -288,7 +286,9 @@ class Passes:
         """Whether the step is one that every pass makes, and not a part of another step."""
         return self.index is not None and not self._in_progress.is_around() and not steps_own_tensors(optimizer)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._baton.holder is None or not self._is_everyones(optimizer):
             return None  # without a holder all stand still, and what is done, as in a hook of backward, is done once
         closure, name = closure_of(args, kwargs), _name_of(optimizer)
@@ -317,12 +317,11 @@ class Passes:
 
     def _is_evaluated(self, name: str, is_wanted: bool | None) -> bool:
         """Whether the first pass, which says so, wants the closure evaluated."""
-        wanted: bool = self.meet(
-            f"{name} with a closure", is_wanted, lambda payloads: dict.fromkeys(payloads, payloads[FIRST])
+        return bool(
+            self.meet(f"{name} with a closure", is_wanted, lambda payloads: dict.fromkeys(payloads, payloads[FIRST]))
         )
-        return wanted
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._baton.holder is None:
             self._helpers.leave_step(optimizer)
             return

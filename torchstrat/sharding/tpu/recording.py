@@ -10,7 +10,8 @@ no share in the gradient, neither of its own nor of what arrives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -32,21 +33,42 @@ from torchstrat.sharding.tpu.limits import explaining, refused_program
 from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.rewrites import Rewrites
 from torchstrat.sharding.tpu.step_mode import StepMode
+from torchstrat.sharding.tpu.variables import ValuesBefore
+
+
+class NormLayer(Protocol):
+    """A layer of batch normalisation."""
+
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    momentum: float | None
+    eps: float
+    track_running_stats: bool
+
 
 Factors = Callable[[torch.Tensor], torch.Tensor | None]
 """From a gradient ``[lanes, …]`` to the lanes' factors in a shape that broadcasts; None where all are equal."""
+
+
+class _Kept(Protocol):
+    """What the two functions below keep for their gradients."""
+
+    factors: Factors
 
 
 class _Leave(torch.autograd.Function):
     """Identity; gradients that come back to lanes of weight 0 end there."""
 
     @staticmethod
-    def forward(ctx: Any, stacked: torch.Tensor, factors: Factors) -> torch.Tensor:
+    def forward(ctx: _Kept, stacked: torch.Tensor, factors: Factors) -> torch.Tensor:
         ctx.factors = factors
         return stacked.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _of_counting(gradient, ctx.factors(gradient)), None
 
 
@@ -54,12 +76,12 @@ class _Arrive(torch.autograd.Function):
     """One tensor to every lane; the lanes' gradients are added, but for those of weight 0."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, lanes: int, factors: Factors) -> torch.Tensor:
+    def forward(ctx: _Kept, value: torch.Tensor, lanes: int, factors: Factors) -> torch.Tensor:
         ctx.factors = factors
         return value.unsqueeze(0).expand(lanes, *value.shape).clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _Kept, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _of_counting(gradient, ctx.factors(gradient)).sum(dim=0), None, None
 
 
@@ -127,64 +149,55 @@ def all_gather(axis: int, replicas: Sequence[Sequence[int]], active: Sequence[to
 MOST_ENTRIES_TOTALLED = 1024
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the passes of one run have in common. ``logical_devices``: of each replica."""
+
+    strategy: StrategyLike
+    registry: VariableRegistry
+    feeder: Feeder
+    stream: RandomStream
+    differing: DifferingEdits
+    before: ValuesBefore
+    device: torch.device
+    num_replicas: int
+    logical_devices: int
+
+
 class Recording:
-    """Made for one pass of one run.
+    """Made for one pass of ``run``."""
 
-    Args:
-        known: ids of objects that a step may return and that are one for all replicas.
-        passes: of the run.
-        logical_devices: of each replica.
-        stream: of random numbers.
-        differing: says once what replicas have changed differently.
-        edits: told of tensors that the step is about to change.
-    """
-
-    def __init__(
-        self,
-        strategy: StrategyLike,
-        registry: VariableRegistry,
-        feeder: Feeder,
-        num_replicas: int,
-        weights: LaneWeights,
-        passes: Passes | Alone,
-        logical_devices: int,
-        stream: RandomStream,
-        differing: DifferingEdits,
-        edits: Callable[[torch.Tensor], object],
-    ) -> None:
-        self._stream, self._differing, self._told_of_edits = stream, differing, edits
-        self._strategy, self._registry, self._feeder = strategy, registry, feeder
-        self._num_replicas, self._passes, self._meet = num_replicas, passes, passes.meet
+    def __init__(self, run: Run, weights: LaneWeights, passes: Passes | Alone) -> None:
+        self._run, self._registry, self._feeder = run, run.registry, run.feeder
+        self._num_replicas, self._passes, self._meet = run.num_replicas, passes, passes.meet
         self.weights, self.lanes = weights, weights.lanes
         self._inputs: dict[int, torch.Tensor] = {}
         self._together = CrossLanes(self.lanes, weights)
         self._rewrites = Rewrites(
-            self.mean_over_replicas, self.sum_over_replicas, self._is_own_statistic, logical_devices=logical_devices
+            self.mean_over_replicas, self.sum_over_replicas, self._is_own_statistic, logical_devices=run.logical_devices
         )
 
-    def record(self, fn: Callable[..., object], one: Pass, device: torch.device) -> Any:
+    def record(self, fn: Callable[..., object], one: Pass) -> object:
         """Call ``fn`` for the pass's replicas; its result as `run` returns it, if there is no other pass."""
-        lanes = self.lanes
+        lanes, run = self.lanes, self._run
         known = _known_objects(self._registry, one)
-        backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
-        several = self._num_replicas > 1
-        self._own = own = OwnLeaves(lanes, self.weights, backward, known, self._passes.made, several)
-        registry, expose = self._registry, self._passes.expose
-        self._edits = edits = Edits(lanes, backward, own, registry, self.merged, expose, self._differing)
-        draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
-        mode = StepMode(lanes, backward, edits, draws, own, registry, self._rewrites, device, self._told_of_edits)
+        backward = LaneBackward(self.weights, self._meet, self._registry)
+        self._own = own = OwnLeaves(backward, known, self._passes.made, several=self._num_replicas > 1)
+        self._edits = edits = Edits(own, self._registry, run.differing, self.merged, self._passes.expose)
+        draws = Draws(edits, run.stream, self._feeder.share, _Given(fn, one).has)
+        mode = StepMode(edits, draws, self._rewrites, run.device, run.before.edits)
         with lanes.entered():
             args, kwargs = nest.map_structure(
                 lambda leaf: lanes.hide(leaf.tensor.detach()) if isinstance(leaf, Stacked) else leaf,
                 (one.args, one.kwargs),
             )
             self._inputs = {id(leaf): leaf for leaf in nest.leaves((args, kwargs)) if lanes.is_lane_tensor(leaf)}
-            context = ReplicaContext(self._strategy, self._replica_id(one))
-            with explaining(), enter(self._strategy, context), own.watched(), mode.active():
+            context = ReplicaContext(run.strategy, self._replica_id(one))
+            with explaining(), enter(run.strategy, context), own.watched(), mode.active():
                 returned = fn(*args, **kwargs)
             with lanes.left("run"):
                 try:
-                    result = nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                    result: object = nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
                 except RuntimeError as error:  # what the step has made is no tensor of these devices
                     raise refused_program(error) from error
                 own.close()
@@ -197,7 +210,7 @@ class Recording:
         ids = [lane if lane in one.replicas else one.replicas[0] for lane in range(self.lanes.count)]
         return self.lanes.hide(self._feeder.stack([torch.tensor(replica) for replica in ids]))
 
-    def _collect(self, known: dict[int, torch.Tensor], leaf: object) -> Any:
+    def _collect(self, known: dict[int, torch.Tensor], leaf: object) -> object:
         """A result of the step as `run` returns it; what a replica assigns to a `Variable` likewise."""
         if isinstance(leaf, Given):
             value = self._collect(known, leaf.value)
@@ -254,7 +267,7 @@ class Recording:
             stacked = total.unsqueeze(0).expand(self.lanes.count, *total.shape).clone()
         return self.lanes.hide(stacked)
 
-    def mean_over_replicas(self, value: object) -> Any:
+    def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """See `merged`, of statistics."""
         return self.merged(value, VariableAggregation.MEAN)
 
@@ -264,7 +277,9 @@ class Recording:
             self._edits.make_own("running statistics", buffer)
         return self.lanes.is_lane_tensor(buffer)
 
-    def merged(self, value: Any, aggregation: VariableAggregation, before: torch.Tensor | None = None) -> Any:
+    def merged(
+        self, value: torch.Tensor, aggregation: VariableAggregation, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What becomes of a buffer that the replicas have changed differently: the mean by their rows, of integers the
         first one's; the first one's; or what it was ``before`` and the sum of their changes. Anything but a lane tensor
         as it is. No gradients."""
@@ -289,14 +304,13 @@ class Recording:
 
         with lanes.left("an edit of a buffer"):
             active = self._together.of_active(lanes.stacked(value).detach())
-            merged: torch.Tensor = self._meet("an edit of a buffer", (active, self.weights.in_buffers), combine)
-            return merged
+            return self._meet("an edit of a buffer", (active, self.weights.in_buffers), combine)
 
     def is_input(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one that the step was given, as it was given."""
         return id(tensor) in self._inputs
 
-    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    def sync_batch_norm(self, layer: NormLayer, x: torch.Tensor) -> torch.Tensor:
         """``x`` normalised with the statistics of all replicas' rows; the running ones move likewise."""
         mean, var = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
         normalise = self._rewrites.sync_batch_norm
@@ -315,15 +329,15 @@ class Recording:
             payload = self.lanes.active, self._together.active(self.lanes.stacked(tensor))
             return self._for_all(self._meet(f"all_gather(axis={axis})", payload, combine))
 
-    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """See `ReplicaContext.merge_call`."""
         known = {id(tensor): tensor for tensor in self._registry.tensors()}
 
         def combine(payloads: dict[int, tuple[tuple[int, ...], object]]) -> dict[int, object]:
             replicas, merged = zip(*payloads.values(), strict=True)
             merged_args, merged_kwargs = merged[0] if len(merged) == 1 else join_passes(merged, replicas)
-            with enter(self._strategy, None):
-                result = fn(self._strategy, *merged_args, **merged_kwargs)
+            with enter(self._run.strategy, None):
+                result = fn(self._run.strategy, *merged_args, **merged_kwargs)
             return {
                 index: nest.map_structure(lambda leaf, own=own: self._split(leaf, own), result)
                 for index, own in zip(payloads, replicas, strict=True)
@@ -336,7 +350,7 @@ class Recording:
             lambda leaf: self.lanes.hide(leaf.tensor) if isinstance(leaf, Stacked) else leaf, split
         )
 
-    def _split(self, leaf: object, replicas: tuple[int, ...]) -> Any:
+    def _split(self, leaf: object, replicas: tuple[int, ...]) -> object:
         """What a pass gets of a result of `merge_call`."""
         if not isinstance(leaf, DistributedValues):
             return leaf
@@ -346,7 +360,7 @@ class Recording:
 class _Given:
     """What a step has not made itself."""
 
-    def __init__(self, fn: Callable[..., Any], one: Pass) -> None:
+    def __init__(self, fn: Callable[..., object], one: Pass) -> None:
         self._fn, self._pass = fn, one
         self._generators: list[torch.Generator] | None = None
 
@@ -356,7 +370,7 @@ class _Given:
         return any(one is generator for one in self._generators)
 
 
-def _reducing(op: ReduceOp) -> Callable[[dict[int, Any]], dict[int, Any]]:
+def _reducing(op: ReduceOp) -> Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]]:
     def combine(payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return dict.fromkeys(payloads, all_reduce(op, list(payloads.values())))
 

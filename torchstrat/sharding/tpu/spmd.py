@@ -37,7 +37,7 @@ class SpmdRuntime(Protocol):
     @property
     def num_hosts(self) -> int: ...
 
-    def device_attributes(self) -> list[Mapping[str, Any]]:
+    def device_attributes(self) -> list[Mapping[str, object]]:
         """For each device, in the order of its number: ``name``, and on TPUs ``coords`` and ``core_on_chip``."""
 
     def annotate(self, tensor: torch.Tensor, sharding: Sharding, grid: DeviceGrid) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import ParamSpec
 
 import torch
 from torch.nn import functional as F
@@ -27,12 +26,12 @@ from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast
 from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.core.half_precision import HALF
 from torchstrat.core.optimizers import Tier, tier_of
-from torchstrat.core.variables import VariableRegistry
+from torchstrat.core.tensor_functions import getter, setter
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
-from torchstrat.sharding.tpu.backward import LaneBackward
+from torchstrat.sharding.tpu.backward import Tensors
 from torchstrat.sharding.tpu.draws import Draws, is_draw
-from torchstrat.sharding.tpu.edits import Edits, OwnLeaves, is_edit, written
-from torchstrat.sharding.tpu.lanes import Lanes, steps_own_tensors
+from torchstrat.sharding.tpu.edits import Edits, is_edit, written
+from torchstrat.sharding.tpu.lanes import TensorSet, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, members, of_complex
 from torchstrat.sharding.tpu.rewrites import Rewrites
@@ -72,8 +71,8 @@ _ALONE = members(_ALONE_NAMES, torch, torch.Tensor, F, torch.linalg)
 
 
 def lowered(
-    func: object, args: object, kwargs: dict[str, object], device_type: str
-) -> tuple[object, dict[str, object], bool] | None:
+    func: object, args: Sequence[object], kwargs: dict[str, object], device_type: str
+) -> tuple[Sequence[object], dict[str, object], bool] | None:
     """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
     for a function that autocast finds by itself.
 
@@ -97,7 +96,9 @@ def lowered(
     return None
 
 
-def _cast(args: Any, kwargs: Any, dtype: torch.dtype, kinds: tuple[torch.dtype, ...]) -> tuple[object, dict[str, Any]]:
+def _cast(
+    args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
+) -> tuple[Sequence[object], dict[str, object]]:
     def cast(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
 
@@ -146,9 +147,9 @@ class Layouts:
     """Which tensors of one step plain PyTorch may keep in another order than the devices do."""
 
     def __init__(self) -> None:
-        self._others: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._others = TensorSet()
 
-    def require_known(self, func: object, args: Any) -> None:
+    def require_known(self, func: object, args: Sequence[object]) -> None:
         """Raises `UnsupportedError` where ``func`` looks at memory that is not known."""
         if func not in _READS_MEMORY and func not in _CHANGES_MEMORY:
             return
@@ -158,23 +159,19 @@ class Layouts:
                 f"{name} in a step changes how a tensor lies in memory (at {current_place()}), of which there is none "
                 "on this strategy: make another tensor with reshape, as_strided or torch.empty."
             )
-        if args and self._is_other(args[0]):
+        if args and args[0] in self._others:
             raise UnsupportedError(
                 f"{name} in a step reads a tensor by its place in memory (at {current_place()}), and this one has been "
                 f"transposed, expanded or cut out of another. Call it on tensor.contiguous(), with strides to match."
             )
 
-    def note(self, func: Any, args: Any, result: object) -> None:
+    def note(self, func: object, args: Sequence[object], result: object) -> None:
         """``func(*args)`` was ``result``."""
-        if func in _ORDER or not (func in _REARRANGE or (self._others and any(map(self._is_other, args)))):
+        if func in _ORDER or not (func in _REARRANGE or (self._others and any(one in self._others for one in args))):
             return
         for one in result if isinstance(result, list | tuple) else (result,):
             if isinstance(one, torch.Tensor):
-                self._others[id(one)] = weakref.ref(one)
-
-    def _is_other(self, value: object) -> bool:
-        reference = self._others.get(id(value))
-        return reference is not None and reference() is value
+                self._others.add(one)
 
 
 _READS = {
@@ -226,12 +223,10 @@ _FACTORIES = frozenset(
 )
 
 _INDEX_TYPES = (torch.int32, torch.int64)
-_DATA: Any = torch.Tensor.data
-_GRAD: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_DATA_GET = getter("data")
 _NO_USES = {
     *(torch.Tensor.requires_grad_, torch.Tensor.detach, torch.Tensor.__deepcopy__, torch.Tensor.backward),
-    *(_DATA.__set__, _GRAD.__set__),
+    *(setter("data"), setter("grad")),
     *(
         one.__get__
         for name, one in inspect.getmembers(torch.Tensor, inspect.isgetsetdescriptor)
@@ -251,29 +246,35 @@ class RecordedMode(TorchFunctionMode):
     def __init__(
         self,
         device: torch.device,
-        find_rewrite: Callable[[Any], Callable[..., Any] | None],
+        find_rewrite: Callable[[object], Callable[..., object] | None],
         edits: Callable[[torch.Tensor], object],
     ) -> None:
         super().__init__()
         self._device, self._find_rewrite, self._told_of_edits = device, find_rewrite, edits
         self._layouts, self._pairs = Layouts(), Pairs(_REARRANGE)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
             # Tensors of that mode have no versions, which mapping over lanes and annotations ask for.
             with torch.inference_mode(False), torch.no_grad():
-                return self._guarded(func, types, args, kwargs)
-        return self._guarded(func, types, args, kwargs)
+                return self._guarded(func, args, kwargs)
+        return self._guarded(func, args, kwargs)
 
-    def _guarded(self, func: object, types: object, args: Any, kwargs: dict[str, object]) -> object:
+    def _guarded(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         if is_any_autocast_enabled():
             as_plainly = lowered(func, args, kwargs, self._device.type)
             if as_plainly is not None:
                 args, kwargs, is_enabled = as_plainly
                 if not is_enabled:
                     with torch.autocast(self._device.type, enabled=False):
-                        return self._guarded(func, types, args, kwargs)
+                        return self._guarded(func, args, kwargs)
         self._layouts.require_known(func, args)
         for tensor in written(func, args, kwargs):
             self._told_of_edits(tensor)
@@ -282,7 +283,7 @@ class RecordedMode(TorchFunctionMode):
         if self._pairs.made and is_edit(func) and args:
             self._pairs.require_unedited(args[0])
         try:
-            result = self._call(func, types, args, kwargs)
+            result = self.call(func, args, kwargs)
         except TorchstratError:
             raise
         except (RuntimeError, NotImplementedError, IndexError, ValueError, AttributeError, TypeError) as error:
@@ -294,25 +295,26 @@ class RecordedMode(TorchFunctionMode):
         self._pairs.note(func, args, result)
         return result
 
-    def _call(self, func: Any, types: object, args: Any, kwargs: dict[str, object]) -> Any:
+    def call(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
+        """What a function of PyTorch is in a step."""
         rewrite = self._find_rewrite(func)
         if rewrite is not None:
             return rewrite(*args, **kwargs)
-        if func in _READS and args and self._is_pending(args[0]):
+        if func in _READS and args and self.is_pending(args[0]):
             raise _hidden_read(_READS[func])
-        if func is torch.Tensor.to and self._is_pending(args[0]) and self._names_host(args[1:], kwargs):
+        if func is torch.Tensor.to and self.is_pending(args[0]) and self._names_host(args[1:], kwargs):
             raise _hidden_read(".to('cpu')")
-        if func in _DYNAMIC and args and self._is_pending(args[0]):
+        if func in _DYNAMIC and args and self.is_pending(args[0]):
             raise _dynamic_shape(_DYNAMIC[func])
         if func in _FACTORIES and not _steps.calls and kwargs.get("device") is None:
             kwargs["device"] = self._device
         return func(*args, **kwargs)
 
-    def _is_pending(self, value: object) -> bool:
+    def is_pending(self, value: object) -> bool:
         """Whether there is no value before the step has been run. (The fake of the tests computes on the CPU.)"""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu"
 
-    def _names_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _names_host(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Whether ``tensor.to(*args, **kwargs)`` goes to the CPU."""
         target = kwargs.get("device", args[0] if args else None)
         if isinstance(target, torch.Tensor):
@@ -334,35 +336,37 @@ class StepMode(RecordedMode):
 
     def __init__(
         self,
-        lanes: Lanes,
-        backward: LaneBackward,
         edits: Edits,
         draws: Draws,
-        own: OwnLeaves,
-        registry: VariableRegistry,
         rewrites: Rewrites,
         device: torch.device,
         told_of_edits: Callable[[torch.Tensor], object],
     ) -> None:
         super().__init__(device, rewrites.find, told_of_edits)
-        self._lanes, self._backward, self._edits, self._draws, self._own = lanes, backward, edits, draws, own
-        self._registry = registry
-        self._handlers: dict[Any, Callable[..., object]] = {
+        self._edits, self._draws, self._own, self._lanes = edits, draws, edits.own, edits.lanes
+        backward = self._backward = edits.backward
+        self._handlers: dict[object, Callable[..., object]] = {
             torch.Tensor.backward: self._tensor_backward,
             torch.autograd.grad: backward.grad,
             torch.Tensor.register_hook: backward.register_hook,
             torch.Tensor.requires_grad_: self._requires_grad_,
-            _GRAD.__get__: self._grad,
-            _GRAD.__set__: edits.set_gradient,
-            _REQUIRES_GRAD.__get__: self._requires_grad,
+            getter("grad"): self._grad,
+            setter("grad"): edits.set_gradient,
+            getter("requires_grad"): self._requires_grad,
             torch.Tensor.__getitem__: self._get_item,
             torch.Tensor.detach_: self._detach_,
-            _DATA.__get__: self._data,
-            _DATA.__set__: self._set_data,
+            getter("data"): self._data,
+            setter("data"): self._set_data,
             torch.Tensor.__deepcopy__: self._deepcopy,
         }
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if _steps.is_plain and func not in _READS:
             return func(*args, **kwargs)  # a hundred calls that mean what they say
@@ -370,19 +374,20 @@ class StepMode(RecordedMode):
         self._lanes.notes.add(result)
         return result
 
-    def _call(self, func: Any, types: object, args: Any, kwargs: dict[str, object]) -> Any:
+    def call(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         if torch.is_grad_enabled() and func not in _NO_USES:
             self._own.take_up(args, kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
         if is_draw(func):
-            result = self._draws.call(func, args, kwargs, lambda: self._plainly(func, types, args, kwargs))
+            plainly = super().call
+            result = self._draws.call(func, args, kwargs, lambda: plainly(func, args, kwargs))
         elif args and is_edit(func) and isinstance(args[0], torch.Tensor):
-            return self._edits.edit(func, self._find_rewrite(func) or func, args, kwargs)
+            return self._edits.edit(func, self._find_rewrite(func) or func, args[0], args[1:], kwargs)
         else:
-            result = self._plainly(func, types, args, kwargs)
-        if kwargs.get("requires_grad"):
+            result = super().call(func, args, kwargs)
+        if kwargs.get("requires_grad") and isinstance(result, torch.Tensor):
             return self._own_leaf(result)
         self._edits.note_result(func, args, result)
         return result
@@ -397,25 +402,18 @@ class StepMode(RecordedMode):
                 return made
             return self._lanes.hide(self._lanes.stacked(made.detach()).clone().requires_grad_())
 
-    def _plainly(self, func: object, types: object, args: object, kwargs: dict[str, object]) -> Any:
-        return super()._call(func, types, args, kwargs)
-
-    def _is_pending(self, value: object) -> bool:
-        return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
+    def is_pending(self, value: object) -> bool:
+        return self._lanes.is_lane_tensor(value) or super().is_pending(value)
 
     def _tensor_backward(
         self,
         tensor: torch.Tensor,
-        gradient: object = None,
+        gradient: torch.Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: object = None,
+        inputs: Tensors | None = None,
     ) -> None:
-        self._run_backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
-        self._own.before_backward()
-        self._backward.backward(*args, **kwargs)
+        self._backward.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _requires_grad_(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
         if self._lanes.is_inside_transform:
@@ -426,8 +424,13 @@ class StepMode(RecordedMode):
             self._lanes.behind(tensor).requires_grad_(requires_grad)
         return tensor
 
-    def _get_item(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
-        if self._lanes.is_lane_tensor(index) and index.ndim == 0 and index.dtype in _INDEX_TYPES:
+    def _get_item(self, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if (
+            isinstance(index, torch.Tensor)
+            and self._lanes.is_lane_tensor(index)
+            and index.ndim == 0
+            and index.dtype in _INDEX_TYPES
+        ):
             # ``table[replica_id]``: PyTorch takes a single integer for a number that it can look at.
             return tensor.index_select(0, index.reshape(1)).squeeze(0)
         taken = tensor[index]
@@ -439,7 +442,7 @@ class StepMode(RecordedMode):
             return tensor.detach()
         self._edits.expose(tensor)
         data = tensor.data
-        self._edits.note_result(_DATA.__get__, (tensor,), data)
+        self._edits.note_result(_DATA_GET, (tensor,), data)
         return data
 
     def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -461,7 +464,7 @@ class StepMode(RecordedMode):
     def _grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._own.gradient_of(tensor) if self._lanes.is_lane_tensor(tensor) else tensor.grad
 
-    def _deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    def _deepcopy(self, tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
         """As `copy.deepcopy` of a tensor that is no parameter."""
         if id(tensor) in memo or not (self._lanes.is_lane_tensor(tensor) or tensor.requires_grad):
             copied: torch.Tensor = tensor.__deepcopy__(memo)
@@ -476,7 +479,7 @@ class StepMode(RecordedMode):
         """The mode, and what a mode cannot see: ``torch.autograd.backward``."""
         before, _steps.before = _steps.before, self._before_step
         try:
-            with _backward_calls(self._run_backward), super().active():
+            with _backward_calls(self._backward.backward), super().active():
                 yield
         finally:
             _steps.before = before
@@ -486,7 +489,7 @@ class StepMode(RecordedMode):
             self._own.before_step(optimizer)
         if steps_own_tensors(optimizer):
             self._own.note_step_of(optimizer)
-            self._registry.note_step_of(optimizer)
+            self._edits.registry.note_step_of(optimizer)
 
 
 class _OptimizerSteps(threading.local):
@@ -495,7 +498,7 @@ class _OptimizerSteps(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[bool] = []
-        self.before: Callable[[Any], None] | None = None
+        self.before: Callable[[torch.optim.Optimizer], None] | None = None
         """Called with every optimizer that is about to step."""
 
     @property
@@ -519,7 +522,9 @@ _steps = _OptimizerSteps()
 def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
     """In this block every `StepMode` knows when an optimizer steps on its thread; ``stepped`` is called after each."""
 
-    def enter(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def enter(
+        optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         require_possible(optimizer)
         if _steps.before is not None:
             _steps.before(optimizer)
@@ -542,31 +547,38 @@ def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
             handle.remove()
 
 
+Arguments = ParamSpec("Arguments")
+
+
 class _Redirect(threading.local):
-    target: Callable[..., Any] | None = None
+    target: Callable[..., None] | None = None
 
 
 _redirect = _Redirect()
 _original_backward = torch.autograd.backward
 
 
-def _redirected_backward(*args: Any, **kwargs: Any) -> Any:
-    target = _redirect.target
-    if target is None:
-        return _original_backward(*args, **kwargs)
-    _redirect.target = None  # it calls torch's own
-    try:
-        return target(*args, **kwargs)
-    finally:
-        _redirect.target = target
+def _redirected(original: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    def backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        target = _redirect.target
+        if target is None:
+            original(*args, **kwargs)
+            return
+        _redirect.target = None  # it calls torch's own
+        try:
+            target(*args, **kwargs)
+        finally:
+            _redirect.target = target
+
+    return backward
 
 
 @contextmanager
-def _backward_calls(target: Callable[..., object]) -> Iterator[None]:
+def _backward_calls(target: Callable[..., None]) -> Iterator[None]:
     """In this block and thread ``torch.autograd.backward`` is ``target``. The name stays redirected once it has been;
     a call from anywhere else finds torch's own behind it."""
     if torch.autograd.backward is _original_backward:
-        torch.autograd.backward = _redirected_backward
+        torch.autograd.backward = _redirected(_original_backward)
     before, _redirect.target = _redirect.target, target
     try:
         yield

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -94,7 +94,7 @@ class RuntimeDevices:
 class _Devices:
     """What could be read, device by device, and all that was wrong."""
 
-    def __init__(self, attributes: Sequence[Mapping[str, Any]], process_indices: Sequence[int]) -> None:
+    def __init__(self, attributes: Sequence[Mapping[str, object]], process_indices: Sequence[int]) -> None:
         self.problems: list[str] = []
         self.numbers: list[int] = []
         self.slices: list[int] = []
@@ -290,7 +290,7 @@ def system_of(runtime: SpmdRuntime, mesh_shape: tuple[int, ...] | None = None) -
                 f"mesh_shape={list(mesh_shape)} is for virtual devices; those of {runtime.name} have places of their "
                 "own."
             )
-        processes = [int(one.get("process_index", 0)) for one in attributes]
+        processes = [process if isinstance(process := one.get("process_index"), int) else 0 for one in attributes]
         return TpuSystem(runtime, RuntimeDevices.from_attributes(attributes, processes))
     shape = mesh_shape or default_mesh_shape(runtime.num_devices)
     if math.prod(shape) != runtime.num_devices:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat.core._torch_private import (
+    base_of,
     give_hooks,
     hooks_after_accumulation,
     hooks_on_gradient,
-    is_view,
     own_buffers,
     own_parameters,
     swap_tensor_impl,
@@ -65,8 +64,8 @@ class ValuesBefore:
     def edits(self, tensor: torch.Tensor) -> None:
         """The step is about to change ``tensor``, which may show a part of a variable."""
         key = id(tensor)
-        if key not in self._variables and is_view(tensor):
-            key = id(tensor._base)
+        if key not in self._variables and (base := base_of(tensor)) is not None:
+            key = id(base)
         if key in self._variables and key not in self._edited and not is_lazy(self._variables[key]):
             with untouched_by_surroundings():
                 self._edited[key] = self._variables[key].detach().clone()
@@ -161,7 +160,7 @@ class DeviceVariables:
     def _take_lazy(self, tensor: torch.Tensor) -> None:
         """A parameter without a shape yet: it will be made where it is thought to be."""
         if tensor.device != self._runtime.device:
-            kind: Any = type(tensor)
+            kind: Callable[..., torch.Tensor] = type(tensor)
             swap_tensor_impl(tensor, kind(requires_grad=tensor.requires_grad, device=self._runtime.device))
 
     def _move(self, tensor: torch.Tensor) -> None:

@@ -14,33 +14,39 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from torchstrat.core._torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, tensors_in_storage
+from torchstrat.core._torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    base_of,
+    tensors_in_storage,
+)
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.tensor_functions import getter, setter
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.operators.rules import Call, rule
 
-_OWN: Any = torch.Tensor.data
+_OWN = torch.Tensor.data
+_read, _write = getter("data"), setter("data")
 _NAME = "Tensor.data"
 
 
 class _Data:
     """``torch.Tensor.data``, which also asks the tensor whose memory is given."""
 
-    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> object:
         """PyTorch tells classes of tensors what it finds at ``torch.Tensor``: its own, which they know."""
-        return _OWN if tensor is None else _OWN.__get__(tensor)
+        return _OWN if tensor is None else _read(tensor)
 
-    def __set__(self, tensor: torch.Tensor, value: Any) -> None:
+    def __set__(self, tensor: torch.Tensor, value: object) -> None:
         if isinstance(value, torch.Tensor):
             is_cut = isinstance(value, CutTensor) or STAND_IN in value.__dict__
             if is_cut and not isinstance(tensor, CutTensor) and STAND_IN not in tensor.__dict__:
                 raise refused(_NAME, "would give its memory to a tensor that is not cut, and a process has a piece")
-        _OWN.__set__(tensor, value)
+        _write(tensor, value)
 
 
 _DATA = _Data()
@@ -64,31 +70,31 @@ def both_are_asked() -> Iterator[None]:
 def show(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Have ``tensor``, which is not cut, show the memory of ``memory``, whatever class it is of."""
     with DisableTorchFunction():
-        _OWN.__set__(tensor, memory)
+        _write(tensor, memory)
 
 
-@rule("detach", _OWN.__get__)
+@rule("detach", _read)
 def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
     """The same memory: of a variable, or of its gradient, it may be written to."""
     found: CutTensor = cut_tensor(local_of(tensor).detach(), tensor.cut, call.devices)
-    found.is_value, found.is_gradient, found._lender = tensor.is_value, tensor.is_gradient, tensor._lender
+    found.is_value, found.is_gradient, found.lender = tensor.is_value, tensor.is_gradient, tensor.lender
     return found
 
 
-@rule(_OWN.__set__)
+@rule(_write)
 def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, CutTensor):
         raise call.refused("would give its memory to a tensor that is not cut, and a process has a piece")
-    if not (target.is_value or target.is_gradient):
+    if not target.can_be_written:
         raise call.refused("would change it in place; write the result to a new tensor")
     _require_alike(call, target, value)
     lender: weakref.ref[torch.Tensor] | None = None
     if isinstance(value, CutTensor) and value.cut == target.cut:
-        memory, lender = local_of(value), value._lender
-        if not (value.is_value or value.is_gradient):
+        memory, lender = local_of(value), value.lender
+        if not value.can_be_written:
             _require_unshared(call, value)
     else:
-        if isinstance(value, CutTensor) and (value.is_value or value.is_gradient):
+        if isinstance(value, CutTensor) and value.can_be_written:
             raise call.refused("of another cut would become what the two have in common; give it value.clone()")
         lender = weakref.ref(_require_unshared(call, value))
         with torch.no_grad():
@@ -96,12 +102,12 @@ def set_data(call: Call, target: torch.Tensor, value: torch.Tensor) -> None:
     own = local_of(target)
     with DisableTorchFunctionSubclass():
         memory = memory.detach()
-        _OWN.__set__(own, memory)
+        _write(own, memory)
         increment_version(own)  # what autograd has saved of it is another memory
-        if target._gradient is not None:
-            _OWN.__set__(target._gradient, memory)
-            increment_version(target._gradient)
-    target._lender = lender
+        if target.as_grad is not None:
+            _write(target.as_grad, memory)
+            increment_version(target.as_grad)
+    target.lender = lender
 
 
 def _require_alike(call: Call, target: CutTensor, value: torch.Tensor) -> None:
@@ -119,7 +125,7 @@ def _require_unshared(call: Call, value: torch.Tensor) -> torch.Tensor:
     that lasts as long as anybody has this one: what it is a view of, or itself."""
     with DisableTorchFunctionSubclass():
         memory = local_of(value) if isinstance(value, CutTensor) else value
-        base = memory._base
+        base = base_of(memory)
         if tensors_in_storage(memory) > 1 + (base is not None) or not memory.untyped_storage().resizable():
             raise call.refused("would share memory with what others are views of; give it value.clone()")
     return value if base is None or isinstance(value, CutTensor) else base
@@ -129,7 +135,7 @@ def require_own_memory(tensors: Iterable[CutTensor], what: str) -> None:
     """Raise `UnsupportedError` for one that shows memory of a tensor that is whole, or cut otherwise, and still there.
     ``what``: is about to write to it."""
     for tensor in tensors:
-        if tensor._lender is not None and tensor._lender() is not None:
+        if tensor.lender is not None and tensor.lender() is not None:
             raise UnsupportedError(
                 f"{what} a variable that is cut over logical devices, of shape {tuple(tensor.whole_shape)}. In this "
                 "step it was given the memory of a tensor that is not cut like it, and which the program still has "
@@ -141,7 +147,7 @@ def require_own_memory(tensors: Iterable[CutTensor], what: str) -> None:
 def take_own_memory(tensors: Iterable[CutTensor]) -> None:
     """At the end of a step: of what has been given to them whole, keep the piece."""
     for tensor in tensors:
-        if tensor._lender is not None:
+        if tensor.lender is not None:
             with DisableTorchFunctionSubclass():
-                _OWN.__set__(local_of(tensor), local_of(tensor).clone(memory_format=torch.contiguous_format))
-            tensor._lender = None
+                _write(local_of(tensor), local_of(tensor).clone(memory_format=torch.contiguous_format))
+            tensor.lender = None

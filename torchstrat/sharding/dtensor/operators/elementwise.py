@@ -11,8 +11,7 @@ may be a view of a tensor that the program has whole, and of that each process w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -69,36 +68,38 @@ def _has_positional_inplace(call: Call, args: Sequence[object]) -> bool:
 
 
 @rule(*_CASTS)
-def cast(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: object) -> torch.Tensor:
+def cast(call: Call, tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Of one tensor; of others, only dtype and device matter."""
-    if not isinstance(tensor, torch.Tensor) or call.cut(tensor) == call.devices.axes.whole:
-        others: list[Any] = [one.dtype if isinstance(one, torch.Tensor) else one for one in args]  # plain.type_as(cut)
-        return tensor.to(*others)
+    if call.cut(tensor) == call.devices.axes.whole:  # plain.type_as(cut)
+        return _moved(tensor, args, {})
     if call.name == "type_as":
-        return call.leave(call.open(tensor).to(args[0].dtype), call.cut(tensor))
+        return call.leave(_moved(call.open(tensor), args, {}), call.cut(tensor))
     return call.leave(call.function(call.open(tensor), *args, **kwargs), call.cut(tensor))
 
 
 @rule("to")
-def to(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    plain: list[Any] = [one.dtype if isinstance(one, torch.Tensor) else one for one in args]
+def to(call: Call, tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     if call.cut(tensor) == call.devices.axes.whole:
-        return tensor.to(*plain, **kwargs)
-    moved = call.open(tensor).to(*plain, **kwargs)
+        return _moved(tensor, args, kwargs)
+    moved = _moved(call.open(tensor), args, kwargs)
     if moved.device != call.devices.device:
         raise call.refused(f"would move it to {moved.device}; pieces stay on their logical devices")
     return call.leave(moved, call.cut(tensor))
 
 
-def over_elements(call: Call, args: Sequence[Any], kwargs: dict[str, object]) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, args: Sequence[object], kwargs: dict[str, object]) -> torch.Tensor:
+    """``tensor.to(*args, **kwargs)``, and of other tensors their dtype."""
+    move: Callable[..., torch.Tensor] = tensor.to
+    return move(*(one.dtype if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
+
+
+def over_elements(call: Call, args: Sequence[object], kwargs: dict[str, object]) -> torch.Tensor:
     tensors = list(tensors_in((args, kwargs)))
     shape = torch.broadcast_shapes(*[shape_of(tensor) for tensor in tensors])
     cut = cut_of_result(call, tensors, shape)
 
-    def piece(value: object) -> Any:
-        if isinstance(value, torch.Tensor):
-            return aligned(call, value, shape, cut)
-        return value
+    def piece(value: object) -> object:
+        return aligned(call, value, shape, cut) if isinstance(value, torch.Tensor) else value
 
     local = call.function(*[piece(one) for one in args], **{name: piece(one) for name, one in kwargs.items()})
     return call.leave(local, cut)
@@ -139,13 +140,13 @@ _OF_LISTS = {
 
 
 @rule(*_ELEMENTWISE, *_OPERATORS)
-def in_place(call: Call, target: torch.Tensor, *args: Any, **kwargs: object) -> torch.Tensor:
+def in_place(call: Call, target: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """The same function on the piece, and on pieces of the other arguments that go with it."""
     _require_writable(call, target, [*tensors_in((args, kwargs))])
     assert isinstance(target, CutTensor)
     shape, cut = shape_of(target), target.cut
 
-    def piece(value: object) -> Any:
+    def piece(value: object) -> object:
         return aligned(call, value, shape, cut) if isinstance(value, torch.Tensor) else value
 
     with torch.no_grad():
@@ -156,7 +157,7 @@ def in_place(call: Call, target: torch.Tensor, *args: Any, **kwargs: object) -> 
 def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
     if not isinstance(target, CutTensor):
         raise call.refused("would write it to one that is not; use what replicate_to_logical_devices returns")
-    if not (target.is_gradient or target.is_value):
+    if not target.can_be_written:
         raise call.refused("would change it in place; write the result to a new tensor")
     if torch.is_grad_enabled() and any(requires_grad(one) for one in (target, *others)):
         raise call.refused("would change a variable as a part of what is differentiated; do it under torch.no_grad()")

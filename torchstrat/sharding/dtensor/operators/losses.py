@@ -5,8 +5,6 @@ Softmax and its logarithm, also over a dimension that is cut: then maxima and su
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 
@@ -14,12 +12,17 @@ from torchstrat.core.half_precision import widen
 from torchstrat.sharding.dtensor.operators.contraction import agree_on_labels, cut_by_labels
 from torchstrat.sharding.dtensor.operators.elementwise import over_elements
 from torchstrat.sharding.dtensor.operators.reductions import axes_within, cut_after, mean, total
-from torchstrat.sharding.dtensor.operators.rules import Call, dims_of, one_dim, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, Dims, dims_of, one_dim, rule, shape_of
 
 
 @rule("softmax", "log_softmax")
 def softmax(
-    call: Call, input: torch.Tensor, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **_: object
+    call: Call,
+    input: torch.Tensor,
+    dim: int | None = None,
+    *args: object,
+    dtype: torch.dtype | None = None,
+    **_: object,
 ) -> torch.Tensor:
     if dim is None:
         raise call.refused("needs its dim")
@@ -41,7 +44,7 @@ def softmax(
 
 
 @rule("logsumexp")
-def logsumexp(call: Call, input: torch.Tensor, dim: object, keepdim: bool = False) -> torch.Tensor:
+def logsumexp(call: Call, input: torch.Tensor, dim: Dims, keepdim: bool = False) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(input)))
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:

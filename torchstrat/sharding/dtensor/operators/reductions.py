@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -16,7 +15,7 @@ from torchstrat.core._torch_private import foreach_norm
 from torchstrat.core.half_precision import HALF, widen
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor
 from torchstrat.sharding.dtensor.devices import Cut
-from torchstrat.sharding.dtensor.operators.rules import Call, cut_axes, dims_of, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, Dims, cut_axes, dims_of, rule, shape_of
 
 
 def axes_within(call: Call, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
@@ -47,7 +46,7 @@ def root(powers: torch.Tensor, degree: float) -> torch.Tensor:
 
 @rule("sum")
 def total(
-    call: Call, input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    call: Call, input: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(input)))
     part = torch.sum(call.open(input), dims, keepdim, dtype=dtype)
@@ -56,7 +55,7 @@ def total(
 
 @rule("mean")
 def mean(
-    call: Call, input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    call: Call, input: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(input)))
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
@@ -70,7 +69,7 @@ def mean(
 
 
 @rule("amax", "amin")
-def extreme(call: Call, input: torch.Tensor, dim: Any = (), keepdim: bool = False) -> torch.Tensor:
+def extreme(call: Call, input: torch.Tensor, dim: Dims = (), keepdim: bool = False) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(input)))
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
@@ -103,7 +102,7 @@ def all_of(call: Call, input: torch.Tensor, *args: object, **kwargs: object) -> 
 def variance(
     call: Call,
     input: torch.Tensor,
-    dim: Any = None,
+    dim: Dims = None,
     unbiased: bool | None = None,
     keepdim: bool = False,
     *,
@@ -125,7 +124,7 @@ def variance(
 
 
 @rule("any", "all", "count_nonzero")
-def counts(call: Call, input: torch.Tensor, dim: object = None, keepdim: bool = False) -> torch.Tensor:
+def counts(call: Call, input: torch.Tensor, dim: Dims = None, keepdim: bool = False) -> torch.Tensor:
     if isinstance(dim, list | tuple) and not dim:
         raise call.refused("over no dimension")
     dims = dims_of(dim, len(shape_of(input)))
@@ -141,7 +140,13 @@ def counts(call: Call, input: torch.Tensor, dim: object = None, keepdim: bool = 
 
 @rule(torch.linalg.vector_norm)
 def vector_norm(
-    call: Call, x: torch.Tensor, ord: float = 2, dim: object = None, keepdim: bool = False, *, dtype: Any = None
+    call: Call,
+    x: torch.Tensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(x)))
     axes, cut, local = axes_within(call, x, dims), cut_after(call, x, dims, keepdim), call.open(x)
@@ -162,7 +167,9 @@ def vector_norm(
 
 
 @rule(foreach_norm)
-def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: object = None) -> list[torch.Tensor]:
+def norms(
+    call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """As clipping takes them of the gradients of all parameters."""
     found = []
     for tensor in tensors:

@@ -11,7 +11,6 @@ shapes and dtypes that this returned.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,11 +24,11 @@ from torchstrat.core._torch_private import (
     is_inside_transform,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_functions import tensors_in
+from torchstrat.core.tensor_functions import getter, setter, tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
-from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, local_of, refused, shape_of
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices, cut_axes
-from torchstrat.sharding.dtensor.no_values import METADATA, getters
+from torchstrat.sharding.dtensor.no_values import METADATA
 
 _MOST = 1 << 14
 _known: set[Hashable] = set()
@@ -42,7 +41,7 @@ Outline = list[tuple[torch.Size, torch.dtype | None]]
 class AsPlain:
     """One call, before a rule is asked."""
 
-    def __init__(self, function: Any, args: Sequence[Any], kwargs: dict[str, object]) -> None:
+    def __init__(self, function: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> None:
         self._expected: Outline | None = None
         self._kind: Hashable = None
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
@@ -71,7 +70,7 @@ class AsPlain:
             self._kind = None
             return False
 
-    def check(self, result: Any) -> str:
+    def check(self, result: object) -> str:
         """What is wrong with what the rule returned; empty if nothing is."""
         if self._expected is None:
             return ""
@@ -137,7 +136,7 @@ def functions_called(name: str) -> list[object]:
     return [getattr(place, name) for place in places if callable(getattr(place, name, None))]
 
 
-def rule(*operators: Any) -> Callable[[AnyRule], AnyRule]:
+def rule(*operators: object) -> Callable[[AnyRule], AnyRule]:
     """Register a rule for functions, or for all that PyTorch calls by a name. It is called as
     ``rule(call, *args, **kwargs)``."""
 
@@ -215,13 +214,16 @@ class Call:
         return refused(self.name, why)
 
 
+Dims = int | Sequence[int] | None
+
+
 def name_of(function: object) -> str:
     name: str = getattr(function, "__name__", str(function))
     owner = getattr(function, "__self__", None)
     return f"Tensor.{getattr(owner, '__name__', '')}" if name in ("__get__", "__set__") else name
 
 
-def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
+def dims_of(dim: Dims, rank: int) -> tuple[int, ...]:
     """Dimensions as PyTorch takes them, from 0; None and ``()`` are all of them."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     return tuple(sorted(one_dim(one, rank) for one in dims)) if dims else tuple(range(rank))
@@ -235,13 +237,14 @@ def one_dim(dim: int, rank: int) -> int:
 
 # -- calling -------------------------------------------------------------------------------------------------------
 
-_gradients: Any = torch.Tensor.grad
-_GRADIENT_GET, _GRADIENT_SET = _gradients.__get__, _gradients.__set__
-_OF_LEAVES = {**dict.fromkeys(getters("is_leaf"), True), **dict.fromkeys(getters("grad_fn"), None)}
+_GRADIENT_GET, _GRADIENT_SET = getter("grad"), setter("grad")
+_OF_LEAVES = {getter("is_leaf"): True, getter("grad_fn"): None}
 """What a variable is to the program, although its stand-in is made of its piece."""
 
 
-def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, object]) -> object:
+def apply(
+    function: Callable[..., object], types: Sequence[type], args: Sequence[object], kwargs: dict[str, object]
+) -> object:
     """What ``function`` is on tensors of which some are cut, of classes ``types``.
 
     Raises `UnsupportedError` if nobody knows.
@@ -249,9 +252,9 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     if len(types) > 1 or types[0] is not CutTensor:
         args, kwargs = with_stand_ins(args), with_stand_ins(kwargs)
     if function in METADATA:
-        if function is torch.Tensor.register_hook and args[0].variable is not None:
+        if function is torch.Tensor.register_hook and _is_variable(args[0]):
             raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
-        if function in _OF_LEAVES and args[0].variable is not None:
+        if function in _OF_LEAVES and _is_variable(args[0]):
             return _OF_LEAVES[function]
         with DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -302,12 +305,13 @@ def with_stand_ins(value: object) -> Any:
     return value
 
 
-def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, object]) -> object:
-    if function == _GRADIENT_GET:
-        return _gradient(args[0])
-    if function == _GRADIENT_SET and args[0].variable is not None:
+def _without_rule(function: object, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    first = args[0] if args else None
+    if function == _GRADIENT_GET and isinstance(first, CutTensor):
+        return first.gradient()
+    if function == _GRADIENT_SET and isinstance(first, CutTensor) and first.variable is not None:
         with DisableTorchFunctionSubclass():
-            args[0].variable.grad = _as_piece(args[0], args[1])
+            first.variable.grad = None if args[1] is None else _as_piece(first, args[1])
         return None
     name = name_of(function)
     if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
@@ -315,39 +319,20 @@ def _without_rule(function: object, args: Sequence[Any], kwargs: dict[str, objec
     raise refused(name)
 
 
-def _gradient(tensor: CutTensor) -> torch.Tensor | None:
-    if tensor.variable is None:
-        with DisableTorchFunctionSubclass():
-            return tensor.grad if tensor.is_leaf or tensor.retains_grad else None  # compilers ask, and PyTorch warns
-    with DisableTorchFunctionSubclass():
-        gradient = tensor.variable.grad
-    if gradient is None:
-        return None
-    if gradient.requires_grad:
-        raise refused(
-            "Tensor.grad",
-            "has the graph of backward(create_graph=True), which gets lost; leave parameters whole whose gradients a "
-            "step differentiates (no sharding rule, no annotation)",
-        )
-    seen = None if tensor._seen_gradient is None else tensor._seen_gradient()
-    if seen is not None and seen._gradient is gradient:
-        return seen  # one tensor, as in plain PyTorch: who gives it other memory does so for all who have it
-    found: CutTensor = cut_tensor(gradient.detach(), tensor.cut, tensor.devices)
-    found.is_gradient, found._gradient = True, gradient
-    tensor._seen_gradient = weakref.ref(found)
-    return found
+def _is_variable(value: object) -> bool:
+    return isinstance(value, CutTensor) and value.variable is not None
 
 
-def _as_piece(tensor: CutTensor, gradient: Any) -> object:
+def _as_piece(tensor: CutTensor, gradient: object) -> torch.Tensor:
     """This process's piece of a gradient that ``tensor`` is given, whole or cut in whatever way."""
-    if gradient is None:
-        return None
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of {type(gradient).__name__}")
     if shape_of(gradient) != shape_of(tensor):
         raise refused(
             "Tensor.grad",
             f"of shape {tuple(shape_of(tensor))} was given a gradient of shape {tuple(shape_of(gradient))}",
         )
-    if cut_tensors.cut_of(gradient, tensor.devices) == tensor.cut:
+    if isinstance(gradient, CutTensor) and gradient.cut == tensor.cut:
         return local_of(gradient)
     return cut_tensors.enter(gradient.detach(), tensor.devices, tensor.cut, ()).clone()
 

@@ -10,7 +10,7 @@ import torch
 
 from torchstrat.sharding.dtensor.devices import Cut, cut_axes
 from torchstrat.sharding.dtensor.operators.elementwise import cut_of_result
-from torchstrat.sharding.dtensor.operators.rules import Call, one_dim, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, Dims, one_dim, rule, shape_of
 
 
 def _sizes(given: Sequence[Any]) -> list[int]:
@@ -48,7 +48,7 @@ def transposed(call: Call, input: torch.Tensor) -> torch.Tensor:
 
 
 @rule("reshape", "view")
-def reshape(call: Call, input: torch.Tensor, *shape: Any, **kwargs: object) -> torch.Tensor:
+def reshape(call: Call, input: torch.Tensor, *shape: object, **kwargs: object) -> torch.Tensor:
     sizes = _sizes(shape or (kwargs["shape"],))
     if not all(isinstance(size, int) for size in sizes):
         raise call.refused("to another dtype")
@@ -120,7 +120,7 @@ def unsqueeze(call: Call, input: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @rule("squeeze")
-def squeeze(call: Call, input: torch.Tensor, dim: Any = None) -> torch.Tensor:
+def squeeze(call: Call, input: torch.Tensor, dim: Dims = None) -> torch.Tensor:
     shape = shape_of(input)
     dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = [one for one in sorted({one_dim(one, len(shape)) for one in dims}) if shape[one] == 1]
