@@ -236,6 +236,40 @@ def test_assignments_outside_of_a_step_and_variables_that_are_added_up_when_read
         assert float(total) == 6.0
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(13))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return self.layer(x)
+
+
+def test_copies_for_a_failed_run_are_gone_when_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is alive then is one of its results. Not even the collector of cycles has to have been there."""
+    alive: list[int] = []
+    execute = FakeSpmdRuntime.execute
+
+    def executing(self: Any, **options: Any) -> None:
+        alive.append(sum(type(one) is torch.Tensor and one.shape == (13,) for one in gc.get_objects()))
+        execute(self, **options)
+
+    monkeypatch.setattr(FakeSpmdRuntime, "execute", executing)
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            model = Counting()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                strategy.run(lambda x: model(x).sum().backward(), args=(own(torch.ones(2, 2), torch.ones(2, 2)),))
+        finally:
+            gc.enable()
+        assert set(alive) == {1}
+
+
 # == annotations =====================================================================================================
 
 

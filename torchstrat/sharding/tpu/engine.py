@@ -344,7 +344,7 @@ class SpmdReplicas:
             raise
         finally:
             self._stream.end()
-            del run  # what is alive when the program runs would be a result of it
+            run.before.forget()  # what is alive when the program runs would be a result of it
         self._variables.take()
         self._variables.keep_shardings()
         try:

@@ -80,6 +80,10 @@ class ValuesBefore:
             if slot.tensor is not tensor:
                 require_whole(self._registry, slot, "it is assigned")
 
+    def forget(self) -> None:
+        """The run is over."""
+        self._edited, self._buffers = {}, []
+
     def put_back(self) -> None:
         with untouched_by_surroundings():
             for key, value in self._edited.items():
