@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torchstrat.core import nest
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.randomness import seedings, state_of, stream_seed
-from torchstrat.core.tensor_functions import methods
 from torchstrat.sharding.tpu.edits import Edits
 from torchstrat.sharding.tpu.limits import current_place
+from torchstrat.sharding.tpu.number_kinds import members
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
 
 
@@ -90,49 +90,24 @@ class RandomStream:
             self._states[seed] = (seedings.epoch_of_known(seed), kept)
 
 
-_FILLS = methods(
-    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
-)
-_INITIALIZATIONS = frozenset(
-    getattr(torch.nn.init, name)
-    for name in (
-        *("kaiming_normal_", "kaiming_uniform_", "normal_", "orthogonal_", "sparse_", "trunc_normal_", "uniform_"),
-        *("xavier_normal_", "xavier_uniform_"),
-    )
-)
+_FILLS = members("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_", torch.Tensor)
+_INITIALIZED = """
+    kaiming_normal_ kaiming_uniform_ normal_ orthogonal_ sparse_ trunc_normal_ uniform_ xavier_normal_ xavier_uniform_
+"""
+_INITIALIZATIONS = members(_INITIALIZED, torch.nn.init)
 _IN_PLACE = _FILLS | _INITIALIZATIONS
 
 _FACTORIES = frozenset((torch.rand, torch.randint, torch.randn, torch.randperm))
 _LIKE = frozenset((torch.rand_like, torch.randint_like, torch.randn_like))
-_BY_VALUES = frozenset(
-    (
-        F.alpha_dropout,
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.feature_alpha_dropout,
-        F.fractional_max_pool2d,
-        F.fractional_max_pool3d,
-        F.gumbel_softmax,
-        F.rrelu,
-        F.scaled_dot_product_attention,
-        F.multi_head_attention_forward,
-        torch.alpha_dropout,
-        torch.bernoulli,
-        torch.binomial,
-        torch.dropout,
-        torch.feature_alpha_dropout,
-        torch.feature_dropout,
-        torch.multinomial,
-        torch.native_dropout,
-        torch.normal,
-        torch.poisson,
-        torch.rrelu,
-        torch.Tensor.bernoulli,
-        torch.Tensor.multinomial,
-    )
-)
+_FUNCTIONAL = """
+    alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout fractional_max_pool2d
+    fractional_max_pool3d gumbel_softmax rrelu scaled_dot_product_attention multi_head_attention_forward
+"""
+_PLAIN = """
+    alpha_dropout bernoulli binomial dropout feature_alpha_dropout feature_dropout multinomial native_dropout normal
+    poisson rrelu
+"""
+_BY_VALUES = members(_FUNCTIONAL, F) | members(_PLAIN, torch) | members("bernoulli multinomial", torch.Tensor)
 """Draws that depend on values, which may differ between replicas."""
 
 _DRAWS = _IN_PLACE | _FACTORIES | _LIKE | _BY_VALUES

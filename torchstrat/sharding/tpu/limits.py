@@ -257,7 +257,7 @@ def refusals() -> dict[object, Callable[..., object]]:
 def _without_singular_values(
     norm: Callable[..., torch.Tensor],
     A: torch.Tensor,  # noqa: N803
-    ord: object = None,  # noqa: A002
+    ord: object = None,
     *args: object,
     **kwargs: object,
 ) -> torch.Tensor:

@@ -1,7 +1,10 @@
-"""Complex numbers in a step: what this compiler computes with them rightly, and what is computed by their parts.
+"""Kinds of numbers in a step: complex ones by what this compiler does rightly, and by their parts; mixed precision.
 
 torch_xla 2.9 has other values or gradients for many functions of complex numbers (quotients, cross products, ``tanh``)
 and none for others. Those of `_RIGHT` have been compared with the host's, values and gradients; the rest is refused.
+
+Under ``vmap`` layers are taken apart before autocast sees them, so that it finds none of its functions. Their arguments
+are cast here, as autocast itself would cast them.
 """
 
 from __future__ import annotations
@@ -11,17 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.nn import functional as F
 
-from torchstrat.core.errors import UnsupportedError
+from torchstrat.core import nest
+from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.core.half_precision import HALF
 from torchstrat.core.tensor_functions import setter
 from torchstrat.sharding.tpu.lanes import TensorSet
 from torchstrat.sharding.tpu.limits import current_place
 
 
-def members(names: Iterable[str], *owners: object) -> frozenset[object]:
+def members(names: str, *owners: object) -> frozenset[object]:
     """What the ``owners`` (`torch`, `torch.Tensor` …) have under these names: functions, and for properties what gets
     their value. What this version of torch lacks is left out."""
     found: set[object] = set()
-    for name in names:
+    for name in names.split():
         for owner in owners:
             member: object = getattr(owner, name, None)
             if callable(member):
@@ -57,56 +62,47 @@ _RIGHT_NAMES = """
 """
 
 
-_RIGHT = members(_RIGHT_NAMES.split(), torch, torch.Tensor, F) | {setter("grad")}
+_RIGHT = members(_RIGHT_NAMES, torch, torch.Tensor, F) | {setter("grad")}
 
 
 def _imaginary(x: Tensor) -> Tensor:
     return x.resolve_conj().imag  # what is conjugate only by name has no part that can be mapped over lanes
 
 
-def _absolute(input: Tensor, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+def _absolute(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     result = torch.linalg.vector_norm(_pair(input), dim=-1)
     return result if out is None else out.copy_(result)
 
 
-def _angle(input: Tensor, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+def _angle(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     result = torch.atan2(_imaginary(input), input.real)
     return result if out is None else out.copy_(result)
 
 
-def _quotient(
-    input: Tensor | complex,  # noqa: A002 - torch's name
-    other: Tensor | complex,
-    *,
-    rounding_mode: None = None,
-) -> Tensor | complex:
+def _quotient(input: Tensor | complex, other: Tensor | complex, *, rounding_mode: None = None) -> Tensor | complex:
     if not isinstance(other, Tensor) or not other.is_complex():
         return input * (1.0 / other)
     squares = other.real.square() + _imaginary(other).square()
     return input * other.conj() * squares.reciprocal()
 
 
-def _divided(input: Tensor | complex, other: Tensor | complex) -> Tensor | complex:  # noqa: A002 - torch's name
+def _divided(input: Tensor | complex, other: Tensor | complex) -> Tensor | complex:
     return _quotient(other, input)
 
 
 def _mean(
-    input: Tensor,  # noqa: A002 - torch's name
-    dim: int | list[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    input: Tensor, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     x = input if dtype is None else input.to(dtype)
     total = x.sum() if dim is None else x.sum(dim, keepdim)
     return total * (total.numel() / x.numel() if x.numel() else float("nan"))
 
 
-def _pair(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def _pair(input: Tensor) -> Tensor:
     return torch.stack([input.real, _imaginary(input)], dim=-1)
 
 
-def _conjugate(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def _conjugate(input: Tensor) -> Tensor:
     return torch.complex(input.real, -_imaginary(input))
 
 
@@ -178,3 +174,60 @@ class Pairs:
 
 
 _TRANSFORMS = frozenset(member for member in vars(torch.fft).values() if callable(member))
+
+
+# -- mixed precision -----------------------------------------------------------------------------------------------
+
+_LOWER_NAMES = """
+    addbmm addmm addmv addr baddbmm bmm chain_matmul einsum matmul mm mv __matmul__ __rmatmul__ conv1d conv2d
+    conv3d conv_tbc conv_transpose1d conv_transpose2d convolution conv_transpose3d linear bilinear
+    scaled_dot_product_attention _scaled_dot_product_attention max_pool2d lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell multi_head_attention_forward
+"""
+_WIDE_NAMES = """
+    cdist cross_entropy binary_cross_entropy_with_logits instance_norm batch_norm trace l1_loss log_softmax
+    cosine_embedding_loss nll_loss hinge_embedding_loss
+"""
+
+_LOWER = members(_LOWER_NAMES, torch, torch.Tensor, F, torch.linalg)
+_WIDE = members(_WIDE_NAMES, torch, torch.Tensor, F, torch.linalg)
+"""They compute in single precision."""
+
+_ALONE = members("dot vdot mv inner tensordot vecdot", torch, torch.Tensor, F, torch.linalg)
+"""Autocast leaves them as they are; under ``vmap`` they become products, which it does not."""
+
+
+def lowered(
+    func: object, args: Sequence[object], kwargs: dict[str, object], device_type: str
+) -> tuple[Sequence[object], dict[str, object], bool] | None:
+    """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
+    for a function that autocast finds by itself.
+
+    Raises:
+        ContextError: it is one of the host, and the step computes on other devices.
+    """
+    if device_type != "cpu" and torch.is_autocast_enabled("cpu"):
+        raise ContextError(
+            f'torch.autocast("cpu") in a step whose tensors are on {device_type!r} changes nothing (at '
+            f"{current_place()}); write torch.autocast({device_type!r}, …), or torch.autocast(x.device.type, …), which "
+            "is right on every strategy."
+        )
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    if func in _ALONE:
+        return args, kwargs, False
+    if func in _WIDE:
+        return *_cast(args, kwargs, torch.float32, HALF), True
+    if func in _LOWER:
+        return *_cast(args, kwargs, torch.get_autocast_dtype(device_type), (*HALF, torch.float32)), True
+    return None
+
+
+def _cast(
+    args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
+) -> tuple[Sequence[object], dict[str, object]]:
+    def cast(leaf: object) -> object:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
+
+    cast_args, cast_kwargs = nest.map_structure(cast, (list(args), dict(kwargs)))
+    return tuple(cast_args), cast_kwargs

@@ -1,8 +1,5 @@
 """What a step may call that means something else when it runs for all replicas at once.
 
-Mixed precision: under ``vmap`` layers are taken apart before autocast sees them, so that it finds none of its
-functions. Their arguments are cast here, as autocast itself would cast them.
-
 Memory: how a tensor lies there is nothing that a step may ask. On the devices each is whole and in the order of its
 shape.
 """
@@ -17,14 +14,11 @@ from functools import partial
 from typing import ParamSpec
 
 import torch
-from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from torchstrat.core import nest
 from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast_enabled, swap_tensor_impl
 from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
-from torchstrat.core.half_precision import HALF
 from torchstrat.core.optimizers import Tier, tier_of
 from torchstrat.core.tensor_functions import getter, setter
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
@@ -33,114 +27,20 @@ from torchstrat.sharding.tpu.draws import Draws, is_draw
 from torchstrat.sharding.tpu.edits import Edits, is_edit, written
 from torchstrat.sharding.tpu.lanes import TensorSet, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
-from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, members, of_complex
+from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, lowered, members, of_complex
 from torchstrat.sharding.tpu.rewrites import Rewrites
 
-_NAMES = (
-    *(
-        "addbmm",
-        "addmm",
-        "addmv",
-        "addr",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "einsum",
-        "matmul",
-        "mm",
-        "mv",
-        "__matmul__",
-    ),
-    *("__rmatmul__", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "convolution"),
-    *("conv_transpose3d", "linear", "bilinear", "scaled_dot_product_attention", "_scaled_dot_product_attention"),
-    *("max_pool2d", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "multi_head_attention_forward"),
-)
-_WIDE_NAMES = (
-    *("cdist", "cross_entropy", "binary_cross_entropy_with_logits", "instance_norm", "batch_norm", "trace", "l1_loss"),
-    *("log_softmax", "cosine_embedding_loss", "nll_loss", "hinge_embedding_loss"),
-)
-_ALONE_NAMES = ("dot", "vdot", "mv", "inner", "tensordot", "vecdot")
-
-
-_LOWER = members(_NAMES, torch, torch.Tensor, F, torch.linalg)
-_WIDE = members(_WIDE_NAMES, torch, torch.Tensor, F, torch.linalg)
-"""They compute in single precision."""
-
-_ALONE = members(_ALONE_NAMES, torch, torch.Tensor, F, torch.linalg)
-"""Autocast leaves them as they are; under ``vmap`` they become products, which it does not."""
-
-
-def lowered(
-    func: object, args: Sequence[object], kwargs: dict[str, object], device_type: str
-) -> tuple[Sequence[object], dict[str, object], bool] | None:
-    """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
-    for a function that autocast finds by itself.
-
-    Raises:
-        ContextError: it is one of the host, and the step computes on other devices.
-    """
-    if device_type != "cpu" and torch.is_autocast_enabled("cpu"):
-        raise ContextError(
-            f'torch.autocast("cpu") in a step whose tensors are on {device_type!r} changes nothing (at '
-            f"{current_place()}); write torch.autocast({device_type!r}, …), or torch.autocast(x.device.type, …), which "
-            "is right on every strategy."
-        )
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    if func in _ALONE:
-        return args, kwargs, False
-    if func in _WIDE:
-        return *_cast(args, kwargs, torch.float32, HALF), True
-    if func in _LOWER:
-        return *_cast(args, kwargs, torch.get_autocast_dtype(device_type), (*HALF, torch.float32)), True
-    return None
-
-
-def _cast(
-    args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
-) -> tuple[Sequence[object], dict[str, object]]:
-    def cast(leaf: object) -> object:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
-
-    cast_args, cast_kwargs = nest.map_structure(cast, (list(args), dict(kwargs)))
-    return tuple(cast_args), cast_kwargs
-
-
-_REARRANGING_NAMES = (
-    *("t", "T", "mT", "H", "mH", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint"),
-    *(
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "unfold",
-        "narrow",
-        "select",
-        "diagonal",
-        "chunk",
-        "split",
-        "tensor_split",
-    ),
-    *(
-        "unbind",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "flip",
-        "channel_shuffle",
-        "pixel_shuffle",
-        "broadcast_tensors",
-        "__getitem__",
-    ),
-    *("rot90", "take_along_dim", "real", "imag", "unsafe_chunk", "unsafe_split", "einsum"),
-)
-
-
+_REARRANGING_NAMES = """
+    t T mT H mH transpose permute movedim moveaxis swapaxes swapdims adjoint expand expand_as broadcast_to
+    unfold narrow select diagonal chunk split tensor_split unbind hsplit vsplit dsplit flip channel_shuffle
+    pixel_shuffle broadcast_tensors __getitem__ rot90 take_along_dim real imag unsafe_chunk unsafe_split einsum
+"""
 _REARRANGE = members(_REARRANGING_NAMES, torch, torch.Tensor)
 """Results of which plain PyTorch may not keep in the order of their shape, or as a part of something larger."""
 
-_ORDER = members(("contiguous",), torch, torch.Tensor)
-_READS_MEMORY = members(("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"), torch, torch.Tensor)
-_CHANGES_MEMORY = members(("as_strided_", "resize_", "resize_as_", "set_", "as_strided_scatter"), torch, torch.Tensor)
+_ORDER = members("contiguous", torch, torch.Tensor)
+_READS_MEMORY = members("as_strided as_strided_ as_strided_copy as_strided_scatter", torch, torch.Tensor)
+_CHANGES_MEMORY = members("as_strided_ resize_ resize_as_ set_ as_strided_scatter", torch, torch.Tensor)
 
 
 class Layouts:
@@ -203,23 +103,8 @@ _DYNAMIC = {
 }
 """Results whose shape depends on values."""
 
-_FACTORIES = frozenset(
-    (
-        torch.arange,
-        torch.empty,
-        torch.eye,
-        torch.full,
-        torch.linspace,
-        torch.logspace,
-        torch.ones,
-        torch.rand,
-        torch.randint,
-        torch.randn,
-        torch.randperm,
-        torch.scalar_tensor,
-        torch.tensor,
-        torch.zeros,
-    )
+_FACTORIES = members(
+    "arange empty eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor zeros", torch
 )
 
 _INDEX_TYPES = (torch.int32, torch.int64)

@@ -202,10 +202,7 @@ _system: TpuSystem | None = None
 
 
 def initialize_tpu_system(
-    cluster_resolver: ClusterResolver | None = None,
-    *,
-    virtual_devices: int | None = None,
-    mesh_shape: object = None,
+    cluster_resolver: ClusterResolver | None = None, *, virtual_devices: int | None = None, mesh_shape: object = None
 ) -> Topology:
     """Start the TPU runtime of this process and say which devices there are.
 

@@ -24,6 +24,25 @@ __all__ = ["Rewrites"]
 Function = Callable[..., Any]
 
 
+def _in_torchs_order(normalization: Function) -> Function:
+    """For ``torch.…`` instead of ``torch.nn.functional.…``, whose parameters come in another order."""
+
+    def ordered(
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        *options: float,
+        cudnn_enabled: bool = True,
+        **named: float,
+    ) -> torch.Tensor:
+        result: torch.Tensor = normalization(input, running_mean, running_var, weight, bias, *options[:3], **named)
+        return result
+
+    return ordered
+
+
 def _refuse_sequences(layer: str) -> Callable[..., NoReturn]:
     """What stands for a function over whole sequences."""
 
@@ -87,9 +106,9 @@ class Rewrites:
             **_EVERYWHERE,
             **(images.convolutions() if logical_devices > 1 else {}),
             F.batch_norm: batch.batch_norm,
-            torch.batch_norm: batch.torch_batch_norm,
+            torch.batch_norm: _in_torchs_order(batch.batch_norm),
             F.instance_norm: batch.instance_norm,
-            torch.instance_norm: batch.torch_instance_norm,
+            torch.instance_norm: _in_torchs_order(batch.instance_norm),
         }
 
     def find(self, func: object) -> Function | None:

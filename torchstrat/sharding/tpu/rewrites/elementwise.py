@@ -51,8 +51,18 @@ def functions() -> dict[Any, Callable[..., Tensor]]:
 def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """In place of a copy: the gradient needs what was there."""
 
-    def stored(input: Tensor, *args: object, **kwargs: object) -> Tensor:  # noqa: A002 - torch's name
+    def stored(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         return input.copy_(function(input.clone(), *args, **kwargs))
+
+    return stored
+
+
+def with_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, which also takes ``out=``."""
+
+    def stored(*args: object, out: Tensor | None = None, **kwargs: object) -> Tensor:
+        result = function(*args, **kwargs)
+        return result if out is None else out.copy_(result)
 
     return stored
 
@@ -62,34 +72,34 @@ def as_number(x: Tensor) -> Tensor:
 
 
 def _logarithm(divisor: float) -> Callable[..., Tensor]:
-    def logarithm(input: Tensor, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+    @with_out
+    def logarithm(input: Tensor) -> Tensor:
         x = as_number(input)
-        result = (torch.log(widen(x)) / divisor).to(x.dtype)
-        return result if out is None else out.copy_(result)
+        return (torch.log(widen(x)) / divisor).to(x.dtype)
 
     return logarithm
 
 
-def right_shift(input: object, other: Any, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+@with_out
+def right_shift(input: object, other: Any) -> Tensor:
     """`torch.bitwise_right_shift`; this compiler shifts the sign away."""
     x = input if isinstance(input, Tensor) else torch.as_tensor(input, device=other.device)
     if x.is_floating_point():
         return torch.bitwise_right_shift(x, other)
-    result = torch.where(x < 0, ~torch.bitwise_right_shift(~x, other), torch.bitwise_right_shift(x, other))
-    return result if out is None else out.copy_(result)
+    return torch.where(x < 0, ~torch.bitwise_right_shift(~x, other), torch.bitwise_right_shift(x, other))
 
 
-def logit(input: Tensor, eps: float | None = None, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+@with_out
+def logit(input: Tensor, eps: float | None = None) -> Tensor:
     """`torch.logit`. Outside of ``[eps, 1 - eps]`` there is no gradient."""
     x = as_number(input)
     wide = widen(x)
     if eps is not None:
         wide = wide.clamp(min=eps, max=1.0 - eps)
-    result = (torch.log(wide) - torch.log(1.0 - wide)).to(x.dtype)
-    return result if out is None else out.copy_(result)
+    return (torch.log(wide) - torch.log(1.0 - wide)).to(x.dtype)
 
 
-def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.hardsigmoid`."""
     x = input.clone() if inplace else input
     result = (widen(x).add(3.0).clamp(min=0.0, max=6.0) / 6.0).to(x.dtype)
@@ -99,7 +109,7 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002 -
     return input.copy_(result) if inplace else result
 
 
-def hardswish(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.hardswish`."""
     x = input.clone() if inplace else input
     wide = widen(x)
@@ -107,14 +117,14 @@ def hardswish(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002 - t
     return input.copy_(result) if inplace else result
 
 
-def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:  # noqa: A002
+def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.threshold`."""
     x = input.clone() if inplace else input
     result = torch.where(x > threshold, x, torch.full((), value, dtype=x.dtype, device=x.device))
     return input.copy_(result) if inplace else result
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:  # noqa: A002 - torch's name
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """`torch.nn.functional.gelu`."""
     x = widen(input)
     if approximate == "tanh":
@@ -129,27 +139,23 @@ _SELU_ALPHA = 1.6732632423543772848170429916717
 _SELU_SCALE = 1.0507009873554804934193349852946
 
 
-def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.elu`."""
     return _store(input, inplace, lambda x: _elu(x, alpha, 1.0, 1.0))
 
 
-def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.celu`."""
     return _store(input, inplace, lambda x: _elu(x, alpha, 1.0, 1.0 / alpha))
 
 
-def selu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def selu(input: Tensor, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.selu`."""
     return _store(input, inplace, lambda x: _elu(x, _SELU_ALPHA, _SELU_SCALE, 1.0))
 
 
 def rrelu(
-    input: Tensor,  # noqa: A002 - torch's name
-    lower: float = 1.0 / 8,
-    upper: float = 1.0 / 3,
-    training: bool = False,
-    inplace: bool = False,
+    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
 ) -> Tensor:
     """`torch.nn.functional.rrelu`."""
     if not training:
@@ -170,7 +176,7 @@ def gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: floa
     return chosen.to(soft.dtype) - soft.detach() + soft
 
 
-def prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
     """`torch.nn.functional.prelu`. ``weight``: one slope, or ``(channels,)`` for an input ``(rows, channels, …)``."""
     if weight.numel() != 1 and (input.dim() < 2 or weight.shape != (input.shape[1],)):
         return torch.prelu(input, weight)  # raises
@@ -213,7 +219,7 @@ def _store(x: Tensor, inplace: bool, function: Callable[[Tensor], Tensor]) -> Te
 
 
 def lstm_cell(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     hx: Sequence[Tensor],
     w_ih: Tensor,
     w_hh: Tensor,
@@ -229,12 +235,7 @@ def lstm_cell(
 
 
 def gru_cell(
-    input: Tensor,  # noqa: A002 - torch's name
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
     """`torch.gru_cell`, of `torch.nn.GRUCell`. ``input``: ``(rows, inputs)``, ``hx``: ``(rows, hidden)``."""
     from_input = F.linear(input, w_ih, b_ih).chunk(3, dim=-1)
@@ -248,12 +249,7 @@ def rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     """`torch.rnn_tanh_cell` or `torch.rnn_relu_cell`, of `torch.nn.RNNCell`."""
 
     def cell(
-        input: Tensor,  # noqa: A002 - torch's name
-        hx: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
+        input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
     ) -> Tensor:
         return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
 
@@ -264,7 +260,7 @@ def rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def cross_entropy(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -299,7 +295,7 @@ def cross_entropy(
 
 
 def nll_loss(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -327,7 +323,7 @@ def nll_loss(
 
 
 def smooth_l1_loss(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     target: Tensor,
     size_average: bool | None = None,
     reduce: bool | None = None,
@@ -343,7 +339,7 @@ def smooth_l1_loss(
 
 
 def kl_div(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     target: Tensor,
     size_average: bool | None = None,
     reduce: bool | None = None,
@@ -361,12 +357,7 @@ def kl_div(
 
 
 def gaussian_nll_loss(
-    input: Tensor,  # noqa: A002 - torch's name
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
     """`torch.nn.functional.gaussian_nll_loss`, which looks for negative variances; here they make the loss NaN."""
     reduction = _reduction(None, None, reduction)

@@ -56,12 +56,7 @@ _Along = Callable[[Tensor, int | None, int, str | None], Tensor]
 
 
 def _one(along: _Along) -> Function:
-    def transform(
-        input: Tensor,  # noqa: A002 - torch's name
-        n: int | None = None,
-        dim: int = -1,
-        norm: str | None = None,
-    ) -> Tensor:
+    def transform(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Tensor:
         return along(as_number(input), n, dim, norm)
 
     return transform
@@ -71,7 +66,7 @@ def _several(others: _Along, last: _Along, *, planes: bool = False, last_first: 
     """Along several dimensions. ``last``: along the last one; ``last_first``: before the others."""
 
     def transform(
-        input: Tensor,  # noqa: A002 - torch's name
+        input: Tensor,
         s: Sequence[int] | int | None = None,
         dim: Sequence[int] | int | None = (-2, -1) if planes else None,
         norm: str | None = None,

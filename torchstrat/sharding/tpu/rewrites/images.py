@@ -60,7 +60,7 @@ _TRANSPOSED: dict[int, Callable[..., Tensor]] = {
 
 def _convolution(
     spatial: int,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Sizes = 1,
@@ -100,7 +100,7 @@ def _convolution(
 
 def _transposed_convolution(
     spatial: int,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Sizes = 1,
@@ -155,7 +155,7 @@ def _margins(padding: Sizes | str, reach: list[int]) -> list[int]:
 def _average(
     original: Callable[..., Tensor],
     spatial: int,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
@@ -206,7 +206,7 @@ def _average(
 
 def _unpool(
     spatial: int,
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     indices: Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
@@ -233,7 +233,7 @@ def _unpool(
 
 
 def interpolate(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     size: int | Sequence[int] | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
@@ -266,16 +266,14 @@ def interpolate(
 
 
 def upsample_bilinear(
-    input: Tensor,  # noqa: A002 - torch's name
-    size: int | Sequence[int] | None = None,
-    scale_factor: float | Sequence[float] | None = None,
+    input: Tensor, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None
 ) -> Tensor:
     """`torch.nn.functional.upsample_bilinear`."""
     return interpolate(input, size, scale_factor, mode="bilinear", align_corners=True)
 
 
 def upsample(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     size: int | Sequence[int] | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",

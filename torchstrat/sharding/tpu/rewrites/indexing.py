@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.sharding.tpu.limits import current_place
-from torchstrat.sharding.tpu.rewrites.elementwise import in_place
+from torchstrat.sharding.tpu.rewrites.elementwise import in_place, with_out
 
 Tensor = torch.Tensor
 
@@ -64,7 +64,7 @@ def functions() -> dict[object, Callable[..., object]]:
     return found
 
 
-def scatter(input: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, **rest: Any) -> Tensor:  # noqa: A002
+def scatter(input: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, **rest: Any) -> Tensor:
     """`torch.scatter`."""
     given = value if src is None else src
     if index.numel() != 1 or rest.get("reduce") is not None:
@@ -72,7 +72,7 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Any = None, *, value: A
     return torch.where(_place(input, dim, index), _first(given, input), input)
 
 
-def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     """`torch.scatter_add`."""
     if index.numel() != 1:
         return torch.scatter_add(input, dim, index, src)
@@ -80,13 +80,7 @@ def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor: 
 
 
 def scatter_reduce(
-    input: Tensor,  # noqa: A002 - torch's name
-    dim: int,
-    index: Tensor,
-    src: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
+    input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
     """`torch.scatter_reduce`."""
     if index.numel() != 1:
@@ -121,7 +115,7 @@ def _first(given: Any, x: Tensor) -> Tensor:
     return torch.full((), given, dtype=x.dtype, device=x.device)
 
 
-def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:  # noqa: A002 - torch's name
+def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     """`torch.select_scatter`."""
     size = input.shape[dim]
     if not -size <= index < size or src.shape != input.select(dim, 0).shape:
@@ -131,52 +125,30 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor: 
     return torch.where(places.reshape(-1, *[1] * after) == index % size, src.unsqueeze(dim).to(input.dtype), input)
 
 
-def index_add(
-    input: Tensor,  # noqa: A002 - torch's name
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    *,
-    alpha: complex = 1,
-    out: Tensor | None = None,
-) -> Tensor:
+@with_out
+def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: complex = 1) -> Tensor:
     """`torch.index_add`. The compiler's own ends the process where there is one place to add to; so do the next."""
     x, at, values = _along(input, dim, index, source)
-    result = scatter_add(x, dim, at, (values * alpha).to(x.dtype)).reshape(input.shape)
-    return result if out is None else out.copy_(result)
+    return scatter_add(x, dim, at, (values * alpha).to(x.dtype)).reshape(input.shape)
 
 
-def index_copy(
-    input: Tensor,  # noqa: A002 - torch's name
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+@with_out
+def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """`torch.index_copy`."""
     x, at, values = _along(input, dim, index, source)
-    result = scatter(x, dim, at, values).reshape(input.shape)
-    return result if out is None else out.copy_(result)
+    return scatter(x, dim, at, values).reshape(input.shape)
 
 
+@with_out
 def index_reduce(
-    input: Tensor,  # noqa: A002 - torch's name
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-    out: Tensor | None = None,
+    input: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
     """`torch.index_reduce`."""
     x, at, values = _along(input, dim, index, source)
-    result = scatter_reduce(x, dim, at, values, reduce, include_self=include_self).reshape(input.shape)
-    return result if out is None else out.copy_(result)
+    return scatter_reduce(x, dim, at, values, reduce, include_self=include_self).reshape(input.shape)
 
 
-def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  # noqa: A002 - torch's name
+def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     """`torch.index_fill`."""
     x = input.reshape(1) if input.dim() == 0 else input
     size = x.shape[dim]
@@ -186,12 +158,12 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:  #
     return torch.where(is_filled.reshape(-1, *[1] * after), given, x).reshape(input.shape)
 
 
-def take(input: Tensor, index: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def take(input: Tensor, index: Tensor) -> Tensor:
     """`torch.take`."""
     return input.reshape(-1).index_select(0, index.reshape(-1) % input.numel()).reshape(index.shape)
 
 
-def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     """`torch.put`."""
     if index.numel() == 0:
         return input.clone()
@@ -215,36 +187,35 @@ def _along(x: Tensor, dim: int, index: Tensor, source: Tensor) -> tuple[Tensor, 
     return x, index.long().reshape(-1, *[1] * after).expand(source.shape), source
 
 
-def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:  # noqa: A002 - torch's name
+def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     """`torch.roll`, which of nothing would end the process."""
     if input.numel() == 0:
         return input.clone()
     return torch.roll(input, shifts) if dims is None else torch.roll(input, shifts, dims)
 
 
-def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:  # noqa: A002
+@with_out
+def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.cumprod`, which of nothing fails when it is run."""
-    result = input.to(dtype or input.dtype).clone() if input.numel() == 0 else torch.cumprod(input, dim, dtype=dtype)
-    return result if out is None else out.copy_(result)
+    return input.to(dtype or input.dtype).clone() if input.numel() == 0 else torch.cumprod(input, dim, dtype=dtype)
 
 
-def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:  # noqa: A002
+@with_out
+def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.cumsum`, which of a single number fails when it is run."""
     if input.dim() == 0:
-        result = torch.cumsum(input.reshape(1), 0, dtype=dtype).reshape(())
-    else:
-        result = torch.cumsum(input, dim, dtype=dtype)
-    return result if out is None else out.copy_(result)
+        return torch.cumsum(input.reshape(1), 0, dtype=dtype).reshape(())
+    return torch.cumsum(input, dim, dtype=dtype)
 
 
-def count_nonzero(input: Tensor, dim: Any = None) -> Tensor:  # noqa: A002 - torch's name
+def count_nonzero(input: Tensor, dim: Any = None) -> Tensor:
     """`torch.count_nonzero`."""
     counted = input != 0
     return counted.sum() if dim is None else counted.sum(dim)
 
 
 def norm(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     p: Any = "fro",
     dim: object = None,
     keepdim: bool = False,
@@ -268,7 +239,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: object = None) -
     return _length(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
 
-def pdist(input: Tensor, p: float = 2.0) -> Tensor:  # noqa: A002 - torch's name
+def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     """`torch.nn.functional.pdist`. ``input``: ``(N, M)``."""
     if input.dim() != 2 or p < 0:
         return torch.nn.functional.pdist(input, p)  # raises
@@ -281,7 +252,7 @@ def _length(difference: Tensor, p: float) -> Tensor:
     return length + (difference * 0).sum(dim=-1) if p == 0 else length  # a gradient of 0 is one
 
 
-def fill_diagonal_(input: Tensor, fill_value: complex, wrap: bool = False) -> Tensor:  # noqa: A002 - torch's name
+def fill_diagonal_(input: Tensor, fill_value: complex, wrap: bool = False) -> Tensor:
     """`torch.Tensor.fill_diagonal_`."""
     if input.dim() < 2 or (input.dim() > 2 and len(set(input.shape)) > 1):
         return input.fill_diagonal_(fill_value, wrap)  # raises
@@ -311,12 +282,7 @@ def _lower(matrix: Tensor, which: str) -> Tensor:
     return matrix.mH if which in ("U", "u") else matrix
 
 
-def as_strided(
-    input: Tensor,  # noqa: A002 - torch's name
-    size: Sequence[int],
-    stride: Sequence[int],
-    storage_offset: int | None = None,
-) -> Tensor:
+def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
     """`torch.as_strided` of a tensor that lies in memory as its shape says, which `Layouts` sees to."""
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for own, step in zip(size, stride, strict=True):
@@ -331,7 +297,7 @@ def as_strided(
 
 
 def embedding_bag(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: torch.Tensor,
     weight: torch.Tensor,
     offsets: torch.Tensor | None = None,
     max_norm: float | None = None,

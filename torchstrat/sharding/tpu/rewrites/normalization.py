@@ -23,7 +23,7 @@ from torchstrat.core.half_precision import widen
 
 
 def layer_norm(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -38,10 +38,7 @@ def layer_norm(
 
 
 def rms_norm(
-    input: torch.Tensor,  # noqa: A002 - torch's name
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """`torch.nn.functional.rms_norm` and `torch.rms_norm`. ``input``: ``(…, *normalized_shape)``."""
     if not _is_tail(normalized_shape, input, weight):
@@ -55,7 +52,7 @@ def rms_norm(
 
 
 def group_norm(
-    input: torch.Tensor,  # noqa: A002 - torch's name
+    input: torch.Tensor,
     num_groups: int,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -126,7 +123,7 @@ class BatchNormalization:
 
     def batch_norm(
         self,
-        input: torch.Tensor,  # noqa: A002 - torch's name
+        input: torch.Tensor,
         running_mean: torch.Tensor | None,
         running_var: torch.Tensor | None,
         weight: torch.Tensor | None = None,
@@ -156,7 +153,7 @@ class BatchNormalization:
 
     def sync_batch_norm(
         self,
-        input: torch.Tensor,  # noqa: A002 - torch's name
+        input: torch.Tensor,
         running_mean: torch.Tensor | None,
         running_var: torch.Tensor | None,
         weight: torch.Tensor | None = None,
@@ -186,7 +183,7 @@ class BatchNormalization:
 
     def instance_norm(
         self,
-        input: torch.Tensor,  # noqa: A002 - torch's name
+        input: torch.Tensor,
         running_mean: torch.Tensor | None = None,
         running_var: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
@@ -211,38 +208,6 @@ class BatchNormalization:
             self._track(running_mean, running_var, mean, var, momentum)
         y = standardize(x, dims, eps)
         return scale_and_shift(y, per_channel(weight, y.dim()), per_channel(bias, y.dim())).to(input.dtype)
-
-    # Where torch.nn.functional's functions lead, and what older programs call. The parameters come in another order.
-
-    def torch_batch_norm(
-        self,
-        input: torch.Tensor,  # noqa: A002 - torch's name
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> torch.Tensor:
-        """`torch.batch_norm`."""
-        return self.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-    def torch_instance_norm(
-        self,
-        input: torch.Tensor,  # noqa: A002 - torch's name
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        use_input_stats: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> torch.Tensor:
-        """`torch.instance_norm`."""
-        return self.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
     @torch.no_grad()
     def _track(
