@@ -185,6 +185,11 @@ class LogicalDeviceMethods:
         return tensor if self._annotator is None else self._annotator.assign(_as_tensor(tensor), device)
 
 
+def annotator_of(strategy: object) -> Annotator | None:
+    """What takes a strategy's annotations; None where its replicas have one logical device."""
+    return strategy._annotator if isinstance(strategy, LogicalDeviceMethods) else None
+
+
 def _as_tensor(value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value

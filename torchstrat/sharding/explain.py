@@ -22,7 +22,7 @@ from torchstrat.core import notebook_html
 from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.context import StrategyLike, get_strategy
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.sharding.annotations import Annotator, LogicalDeviceMethods, ShardingRules
+from torchstrat.sharding.annotations import Annotator, ShardingRules, annotator_of
 from torchstrat.sharding.grid import (
     DeviceGrid,
     Layout,
@@ -218,7 +218,7 @@ def explain_sharding(
             returned by an annotation.
     """
     chosen = get_strategy() if strategy is None else strategy
-    annotator = chosen._annotator if isinstance(chosen, LogicalDeviceMethods) else None
+    annotator = annotator_of(chosen)
     entries = {name: _entry_of(annotator, name, tensor) for name, tensor in _named(value).items()}
     if annotator is None:
         names = list(chosen.extended.worker_devices)

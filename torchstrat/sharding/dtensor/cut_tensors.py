@@ -422,6 +422,3 @@ def recut(tensor: torch.Tensor, devices: LogicalDevices, cut: Cut) -> torch.Tens
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on every logical device, plain."""
     return recut(tensor, tensor.devices, tensor.devices.axes.whole) if isinstance(tensor, CutTensor) else tensor
-
-
-__all__ = ["added_up", "cut_of", "enter", "leave", "recut", "requires_grad", "spread", "whole", "with_edges"]

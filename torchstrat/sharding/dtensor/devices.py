@@ -250,7 +250,7 @@ class LogicalDevices:
         device: torch.device,
         calls: SameCalls | None = None,
     ) -> None:
-        self.axes, self.job_mesh, self.own, self.device = axes, mesh, own, device
+        self.axes, self.own, self.device = axes, own, device
         self.mesh = mesh[axes.names]
         self._groups = groups
         self.calls = calls

@@ -45,6 +45,7 @@ from torchstrat.core.pieces import WholeValue, class_of_pieces, piece_of, plain_
 from torchstrat.core.randomness import state_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
+from torchstrat.replicas.state import reference_of_entry
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.dtensor import optimizer_state
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave, local_of
@@ -354,14 +355,9 @@ class CutVariables:
     ) -> None:
         """``tensor`` is the empty whole by now."""
         key, entries = id(tensor), self._cut
-
-        def forget(reference: object) -> None:
-            if key in entries and entries[key].reference is reference:
-                del entries[key]
-
         kind, version = plain_kind(type(tensor)), version_of(tensor)
         note = Note("a variable", self._devices.device, copy=lambda: self._copy_of(entries[key]))
-        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, note, version)
+        entry = CutVariable(reference_of_entry(tensor, entries), sharding, cut, shape, piece, kind, note, version)
         entries[key] = entry
         tensor.__class__ = class_of_pieces(kind)
         without_values(tensor, note)

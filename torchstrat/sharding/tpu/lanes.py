@@ -103,9 +103,6 @@ class Notes:
         self._known = []
 
 
-__all__ = ["KeptTensor", "Notes"]
-
-
 def steps_own_tensors(optimizer: Optimizer) -> bool:
     """Whether an optimizer of the step's own steps what differs between replicas, and no variables.
 

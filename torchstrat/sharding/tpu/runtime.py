@@ -68,9 +68,6 @@ def mend_complex_downloads() -> torch.library.Library:
     return library
 
 
-__all__ = ["mend_complex_downloads"]
-
-
 def _require_matching_versions() -> str:
     try:
         version = importlib.metadata.version("torch_xla")

@@ -70,6 +70,3 @@ class SpmdRuntime(Protocol):
 
     def tracing(self) -> AbstractContextManager[None]:
         """Surrounds the recording of one step."""
-
-
-__all__ = ["SpmdRuntime"]

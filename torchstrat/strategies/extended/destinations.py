@@ -20,14 +20,11 @@ from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import DistributedValues, Mirrored
 from torchstrat.core.variable.variable import Variable, components_of, storage_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.sharding.annotations import Annotator
 
 
 class ExtendedStrategy(StrategyLike, Protocol):
     """A `Strategy`, as its `StrategyExtended` knows it."""
 
-    @property
-    def _annotator(self) -> Annotator | None: ...
     @property
     def _communication(self) -> str: ...
     @property

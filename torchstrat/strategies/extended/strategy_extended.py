@@ -27,6 +27,7 @@ from torchstrat.core.variable.storage import VariablePlacement, from_first_repli
 from torchstrat.core.variable.variable import Variable, components_of, container_of, storage_of, updating
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.replicas.state_kinds import PeriodicChecks
+from torchstrat.sharding.annotations import annotator_of
 from torchstrat.strategies.extended import destinations as placing
 from torchstrat.strategies.extended.destinations import ExtendedStrategy
 
@@ -176,7 +177,7 @@ class StrategyExtended:
     def logical_traffic(self) -> Traffic | None:
         """What this process has sent to the other logical devices of its replica. None where replicas have one, and on
         TPUs, where the compiled program does not tell."""
-        annotator = self._strategy._annotator
+        annotator = annotator_of(self._strategy)
         return None if annotator is None else annotator.traffic
 
     @property

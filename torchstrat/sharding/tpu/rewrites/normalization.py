@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from torchstrat.core.errors import ContextError, InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.half_precision import widen
 
 
@@ -163,13 +163,9 @@ class BatchNormalization:
     ) -> torch.Tensor:
         """`batch_norm` in training, with the statistics of the rows of all replicas, for two or more replicas.
 
-        Every replica calls it, at the same place of the step. Raises `ContextError` where replicas cannot be summed.
+        Every replica calls it, at the same place of the step.
         """
-        if self._sum_over_replicas is None:
-            raise ContextError(
-                "batch normalisation over all replicas was called where nothing adds up over replicas; "
-                "call the model within Strategy.run."
-            )
+        assert self._sum_over_replicas is not None
         _check_channels(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
         x = widen(input)
         own_sum = x.sum(dim=_all_but_channels(x))
