@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -83,7 +83,7 @@ _USUAL_LIMITS: _Limits = MAX_ATTEMPTS, None
 T = TypeVar("T")
 
 
-_Capture = Callable[[Callable[..., Any], Any], None]
+_Capture = Callable[[Callable[..., object], Iterable[object]], None]
 """Records what a function and its arguments reach."""
 
 
@@ -151,8 +151,8 @@ class ClusterCoordinator:
     def schedule(
         self,
         fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         timeout: timedelta | float | None = None,
         max_attempts: int | None = MAX_ATTEMPTS,
@@ -191,13 +191,13 @@ class ClusterCoordinator:
             return self._came_too_late(fn)
 
     def _schedule(
-        self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None, limits: _Limits
+        self, fn: Callable[..., T], args: Sequence[object], kwargs: Mapping[str, object] | None, limits: _Limits
     ) -> RemoteValue[T]:
         with held_back:
             return self._pack_and_submit(fn, args, kwargs, limits)
 
     def _pack_and_submit(
-        self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None, limits: _Limits
+        self, fn: Callable[..., T], args: Sequence[object], kwargs: Mapping[str, object] | None, limits: _Limits
     ) -> RemoteValue[T]:
         self._raise_pending("this call's function was not queued")
         job, catalog = self._job, self._job.catalog
@@ -232,7 +232,9 @@ class ClusterCoordinator:
 
         return self._dispatcher.submit(make)
 
-    def _pack_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[Packed, list[Tenure]]:
+    def _pack_arguments(
+        self, args: Sequence[object], kwargs: Mapping[str, object] | None
+    ) -> tuple[Packed, list[Tenure]]:
         catalog = self._job.catalog
         arguments = simple_arguments(args, kwargs, catalog)
         if arguments is not None:
@@ -240,7 +242,7 @@ class ClusterCoordinator:
         with leases_among_arguments() as leases:
             return pack((tuple(args), dict(kwargs or {})), catalog, what="args"), leases
 
-    def _brings_nothing_new(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    def _brings_nothing_new(self, args: Sequence[object], kwargs: Mapping[str, object] | None) -> bool:
         """Whether nothing trainable can be behind these arguments that has not been captured yet."""
         if not args and not kwargs:
             return True
@@ -381,7 +383,7 @@ class ClusterCoordinator:
 
     # -- per-worker values ------------------------------------------------------------------------------------------
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerDataset:
         """A dataset of which every worker makes its own copy, when it first needs it, by calling ``dataset_fn()``.
 
         ``dataset_fn`` takes no arguments and returns a `DataLoader`, a `Dataset` of batches, what
@@ -399,34 +401,31 @@ class ClusterCoordinator:
         ``iter(result)`` starts a new pass on all workers; ``next`` on that works inside scheduled functions only.
         """
         if isinstance(dataset_fn, DatasetForWorkers):
-            dataset_fn = dataset_fn.make
-        elif not is_function(dataset_fn):
-            dataset_fn = Constant(require_dataset(dataset_fn))
-        require_builder(dataset_fn, "create_per_worker_dataset")
-        name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
-        number = self._resources.next_number()
-        spec = ResourceSpec(number, f"the per-worker dataset {name}", self._pack_builder(dataset_fn, "dataset_fn"))
-        return PerWorkerDataset(self._resources, spec, dataset_fn)
+            make = dataset_fn.make
+        else:
+            make = dataset_fn if is_function(dataset_fn) else Constant(require_dataset(dataset_fn))
+        require_builder(make, "create_per_worker_dataset")
+        number, what = self._resources.next_number(), f"the per-worker dataset {_name_of(make)}"
+        return PerWorkerDataset(
+            self._resources, ResourceSpec(number, what, self._pack_builder(make, "dataset_fn")), make
+        )
 
-    def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
+    def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
         """What else every worker makes for itself by calling ``fn()``: a vocabulary, a cache, a connection."""
         require_callable(fn, "create_per_worker_resource")
         require_builder(fn, "create_per_worker_resource")
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        spec = ResourceSpec(
-            self._resources.next_number(), f"the per-worker resource {name}", self._pack_builder(fn, "fn")
-        )
-        return PerWorkerValues(self._resources, spec)
+        number, what = self._resources.next_number(), f"the per-worker resource {_name_of(fn)}"
+        return PerWorkerValues(self._resources, ResourceSpec(number, what, self._pack_builder(fn, "fn")))
 
     def create_leased_dataset(
         self,
-        dataset_fn: Any,
+        dataset_fn: object,
         batch_size: int,
         *,
         shuffle: bool | DrawOrder = False,
         seed: int = 0,
         drop_last: bool = False,
-        collate_fn: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[..., object] | None = None,
         rows: int | None = None,
     ) -> LeasedDataset:
         """A dataset whose rows the workers share: an epoch sees every row exactly once, whatever happens to workers.
@@ -492,7 +491,7 @@ class ClusterCoordinator:
         with self._dispatcher.unfinished() as works:
             release(objects, self._job, engine_of(self.strategy).registry, works)
 
-    def _pack_builder(self, fn: Callable[[], Any], what: str) -> Any:
+    def _pack_builder(self, fn: Callable[[], object], what: str) -> Packed:
         self._capture(fn, ())
         self._job.servers.asking(self._job.commit)
         return pack(fn, self._job.catalog, what=what)
@@ -562,6 +561,6 @@ def _limits_of(timeout: timedelta | float | None, max_attempts: int | None) -> _
     return max_attempts, seconds
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
+def _name_of(fn: object) -> str:
     name: str = getattr(fn, "__qualname__", type(fn).__name__)
     return name

@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 from torchstrat.core.errors import ClosureInputError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.data.marks import unmarked
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import Peer
+from torchstrat.parameter_server.messages import Token
+from torchstrat.parameter_server.serialization.captured_objects import Increment
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class ResourceSpec:
 
     number: int
     what: str
-    builder: Any = None
+    builder: Packed | None = None
     source: int | None = None
 
 
@@ -56,7 +61,7 @@ class WorkerIterator:
 class Resources:
     """What this worker has built so far."""
 
-    def __init__(self, call: Callable[[Any], Any]) -> None:
+    def __init__(self, call: Callable[[Packed], object]) -> None:
         self._call = call
         self._specs: dict[int, ResourceSpec] = {}
         self._built: dict[int, object] = {}
@@ -68,7 +73,7 @@ class Resources:
         self._specs.pop(number, None)
         self._built.pop(number, None)
 
-    def get(self, number: int) -> Any:
+    def get(self, number: int) -> object:
         """Raises `ClosureInputError`, from the original error, when it cannot be built; the next need tries again."""
         if number not in self._built:
             spec = self._specs[number]
@@ -84,6 +89,7 @@ class Resources:
 
     def _build(self, spec: ResourceSpec) -> object:
         if spec.source is None:
+            assert spec.builder is not None
             return self._call(spec.builder)
         return WorkerIterator(self.get(spec.source))
 
@@ -106,34 +112,36 @@ def _iterate(dataset: object) -> Iterator[object]:
     )
 
 
+_Entry = TypeVar("_Entry")
+
 KEPT_CODES = 256
 """How many functions a worker keeps unpickled. The coordinator keeps the same account of it."""
 
 
-class Recent:
+class Recent(Generic[_Entry]):
     """The most recently used entries. Two of them that see the same calls hold the same keys."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
-    def values(self) -> Iterable[Any]:
+    def values(self) -> Iterable[_Entry]:
         return self._entries.values()
 
-    def use(self, key: Hashable) -> Any:
+    def use(self, key: Hashable) -> _Entry:
         self._entries.move_to_end(key)
         return self._entries[key]
 
-    def add(self, key: Hashable, value: object = None) -> None:
+    def add(self, key: Hashable, value: _Entry) -> None:
         self._entries[key] = value
         self._entries.move_to_end(key)
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
 
-    def drop(self, is_gone: Callable[[Any], bool]) -> None:
+    def drop(self, is_gone: Callable[[_Entry], bool]) -> None:
         """Those whose values are."""
         for key in [key for key, value in self._entries.items() if is_gone(value)]:
             del self._entries[key]
@@ -145,7 +153,7 @@ group that is another optimizer's as well, under `SAME_AS`: number and place whe
 
 SAME_AS = "torchstrat: same as"
 
-Modes = Mapping[Any, Any]
+Modes = Mapping[Token, Any]
 """Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient;
 `DEFAULT_DTYPE` → that of the program; `SURROUNDINGS` → `PlainSettings` of the thread that has scheduled;
 `AGGREGATIONS` → variable → `VariableAggregation` of buffers; `SHARED` → variable → whose memory it shows, too;
@@ -158,7 +166,7 @@ SHARED = ("buffers", "shared")
 NUM_WORKERS = ("cluster", "num_workers")
 
 
-Arguments = bytes | tuple[bytes, tuple[Any, ...], int, frozenset[Any]]
+Arguments = bytes | tuple[bytes, tuple[torch.Tensor, ...], int, frozenset[Token]]
 """(args, kwargs), pickled: the blob, its tensors, how many of these are buffers, and the captured objects it refers to;
 the blob alone where there is no more. Plain tuples, since a batch has many."""
 
@@ -192,15 +200,15 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
     stops: int
     rested: bool
     functions: tuple[tuple[int, int, Arguments | None, int], ...]
-    codes: tuple[tuple[bytes, Any], ...] = ()
+    codes: tuple[tuple[bytes, Packed | None], ...] = ()
     settings: tuple[tuple[int, Options | None, Modes | None], ...] = ()
-    increments: tuple[Any, ...] = ()
+    increments: tuple[Increment, ...] = ()
     resources: tuple[ResourceSpec, ...] = ()
     servers: Mapping[int, Peer] | None = None
     is_shared: bool = False
     left_elsewhere: tuple[int, ...] = ()
     accumulates: bool = False
-    gone: tuple[Any, ...] = ()
+    gone: tuple[Token, ...] = ()
     is_repeated: bool = False
 
 
@@ -216,7 +224,7 @@ class Raised:
     """
 
     error: BaseException
-    packed: Any = None
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +260,7 @@ class Report(NamedTuple):
     """
 
     finished: tuple[int, ...] = ()
-    results: tuple[Any, ...] = ()
+    results: tuple[object, ...] = ()
     seconds: float = 0.0
     ended: tuple[tuple[int, Raised | ServerGone], ...] = ()
     handed_back: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, job: Job, resources: ResourceTable, unpack: Callable[[Any], Any], *, queue_size: int, name: str
+        self, job: Job, resources: ResourceTable, unpack: Callable[[Any], object], *, queue_size: int, name: str
     ) -> None:
         self._job = job
         self._resources = resources
@@ -500,7 +500,7 @@ class Dispatcher:
                 lease.ended(returned=True)
             work.value.set_result(result)
 
-    def _end(self, function: int) -> RemoteValue[Any]:
+    def _end(self, function: int) -> RemoteValue[object]:
         work = self._works.pop(function)
         self._timed -= work.timeout_seconds is not None
         for lease in work.leases:

@@ -280,7 +280,7 @@ class _RowsOfAnyShape(torch.autograd.Function):
 class _Table:
     """``shards``: what `lookup_rows` reads, in order; ``spans``: the rows of each."""
 
-    shards: Sequence[Any]
+    shards: Sequence[object]
     spans: Sequence[tuple[int, int]]
 
     @classmethod

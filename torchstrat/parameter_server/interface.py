@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -121,7 +121,7 @@ class Handler:
     only what the same process asks after it has to wait.
     """
 
-    answer: Callable[..., Any]
+    answer: Callable[..., object]
     executor: Executor | None = None
     takes_memory: bool = False
     borrows: bool = False
@@ -165,7 +165,7 @@ class Endpoint(Protocol):
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
         on_written: Callable[[int], None] | None = None,
-    ) -> Future[Any]:
+    ) -> Future[object]:
         """Ask ``to``; the future has its answer.
 
         ``into``: contiguous tensors of `empty`. Where the way allows it, number i of the tensors in the answer is
@@ -199,7 +199,7 @@ class Service(Protocol):
     def attach(self, endpoint: Endpoint) -> None:
         """This process's end of the cluster's messages; called once, before it serves."""
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, object]:
         """Plain data about what it holds, for a coordinator that has just arrived (part of the greeting)."""
 
     def coordinator_arrived(self, coordinator: Peer) -> None:

@@ -37,10 +37,11 @@ from torchstrat.parameter_server.messages import (
     NewShard,
     ShardKey,
     StateOfShard,
+    Token,
     VariableSpec,
     dropped_among,
 )
-from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, Token, token_of_spec
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, token_of_spec
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CacheServers, CoordinatorState, CoordinatorSteps
@@ -492,11 +493,13 @@ class Job:
     def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
-        modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
-        modes: dict[object, object] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
+        token_of = self.catalog.token_of
+        modules = [(token, one) for one in self._registry.modules() if (token := token_of(one)) is not None]
+        modes: dict[Token, object] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
         modes |= self._step_hooks.changed(self.catalog, self.optimizers())
         modes |= {token: module.training for token, module in modules}
-        optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]
+        own = [one for one in self.optimizers() if not is_listed(type(one))]
+        optimizers = [(token, one) for one in own if (token := token_of(one)) is not None]
         modes |= self._attributes.changed([*modules, *optimizers])
         modes[dispatch.DEFAULT_DTYPE] = torch.get_default_dtype()
         modes[dispatch.AGGREGATIONS] = self.variables.aggregations()

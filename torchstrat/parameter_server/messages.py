@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 EditOp = Literal["assign", "move", "add", "sub", "mul", "div", "min", "max", "renorm"]
 
+Token = tuple[Any, ...]
+"""What a captured object is called between processes: a small tuple of strings and numbers."""
+
 ShardKey = tuple[int, int]
 """(number of the variable, number of its shard)"""
 
@@ -67,8 +70,8 @@ class InitialOp:
     its arguments after the tensor. ``row`` restricts it to one row of the whole variable (the padding index)."""
 
     name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     row: int | None = None
 
 
@@ -130,7 +133,7 @@ class SetAttribute(NamedTuple):
     `Gone.GONE` where it was deleted."""
 
     moment: int
-    value: Any
+    value: object
 
 
 SetAttributes: TypeAlias = Mapping[str | tuple[int, str], SetAttribute]
@@ -144,7 +147,7 @@ class Wrapped:
     `groups_with_wrapped`, ``options`` of the groups that only they have, and ``attributes`` by wrapped one."""
 
     places: tuple[tuple[int, ...], ...]
-    options: tuple[Mapping[str, Any], ...]
+    options: tuple[Mapping[str, object], ...]
     attributes: tuple[SetAttributes, ...]
 
 
@@ -160,7 +163,7 @@ class OptimizerStep:
     """
 
     optimizer: int
-    options: tuple[Mapping[str, Any], ...]
+    options: tuple[Mapping[str, object], ...]
     dense: tuple[tuple[ShardKey, torch.Tensor], ...] = ()
     rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
     attributes: SetAttributes = field(default_factory=dict)
@@ -233,7 +236,7 @@ class Dropped:
     optimizers: tuple[int, ...] = ()
 
 
-def dropped_among(tokens: Iterable[tuple[Any, ...]]) -> Dropped:
+def dropped_among(tokens: Iterable[Token]) -> Dropped:
     """Those of these tokens that servers know. (Schedulers have numbers among optimizers', which they do not.)"""
     tokens = list(tokens)
     return Dropped(
@@ -314,7 +317,7 @@ class WriteReport:
     shards of a variable have them, and one is to be written. ``copied_bytes``: what pushes had to copy meanwhile."""
 
     part: WrittenPart
-    whole: tuple[tuple[KeyPath, Any], ...]
+    whole: tuple[tuple[KeyPath, object], ...]
     copied_bytes: int
 
 

@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeGuard, TypeVar, overload
 
 import torch
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import misfit
 from torchstrat.data import spec
 from torchstrat.parameter_server.dispatch import ResourceSpec
+from torchstrat.parameter_server.messages import Token
 
 _making_event = threading.Lock()
 
@@ -233,12 +234,12 @@ class ResourceTable:
         return list(found.values())
 
 
-def numbers_of(tokens: Iterable[tuple[Any, ...]]) -> list[int]:
+def numbers_of(tokens: Iterable[Token]) -> list[int]:
     """Of the per-worker values among these."""
     return [token[1] for token in tokens if token[0] == "per_worker"]
 
 
-def require_builder(fn: Any, call: str) -> None:
+def require_builder(fn: Callable[..., object], call: str) -> None:
     """That ``fn``, which ``call`` got, can be called without arguments."""
     if misfit(fn) is not None:
         raise WrongTypeError(
@@ -278,11 +279,11 @@ class Constant:
     def __init__(self, dataset: object) -> None:
         self._dataset = dataset
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self._dataset
 
 
-def is_function(dataset_fn: object) -> bool:
+def is_function(dataset_fn: object) -> TypeGuard[Callable[[], object]]:
     """Whether to call it for a dataset: a class of datasets is called; one of its objects, even if callable, is not."""
     if isinstance(dataset_fn, type):
         return True

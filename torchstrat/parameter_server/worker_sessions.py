@@ -38,12 +38,14 @@ from torchstrat.parameter_server.dispatch import (
     Recalled,
     Recent,
     Report,
+    ResourceSpec,
     ServerGone,
 )
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.leases.dataset import LeasedDataset
 from torchstrat.parameter_server.leases.lease import Tenure
+from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.remote_value import PerWorkerIterator, PerWorkerValues, RemoteValue, numbers_of
 from torchstrat.parameter_server.scheduler_events import (
     MAX_ATTEMPTS,
@@ -54,6 +56,7 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerLeaves,
     WorkerLost,
 )
+from torchstrat.parameter_server.serialization.captured_objects import Increment
 from torchstrat.parameter_server.serialization.functions import unpack_exception
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.transport.requests import pack
@@ -69,7 +72,7 @@ class Work:
     options: Options
     modes: Modes
     seed: int
-    value: RemoteValue[Any]
+    value: RemoteValue[object]
     leases: tuple[Tenure, ...] = ()
     max_attempts: int | None = MAX_ATTEMPTS
     timeout_seconds: float | None = None
@@ -90,10 +93,10 @@ class KnownWorker:
         """For the answer to `telling`, before they are sent: a worker can bring two batches into order, not three."""
         self.telling: int | None = None
         """The number of a batch without functions that has no answer yet."""
-        self._gone: list[object] = []  # that it has not been told of
+        self._gone: list[Token] = []  # that it has not been told of
         self._next_number = 0
         self._open: dict[int, tuple[int, ...]] = {}  # batches without an answer: number → functions
-        self._codes = Recent(KEPT_CODES)
+        self._codes: Recent[frozenset[Token]] = Recent(KEPT_CODES)
         self._resources: set[int] = set()
         self._options: Options | None = None
         self._modes: Modes | None = None
@@ -105,8 +108,8 @@ class KnownWorker:
         functions: tuple[int, ...],
         *,
         rested: bool,
-        increments: tuple[object, ...],
-        resources: Any,
+        increments: tuple[Increment, ...],
+        resources: Callable[[set[int]], list[ResourceSpec]],
         servers: Mapping[int, Peer],
         is_shared: bool,
         left_elsewhere: tuple[int, ...],
@@ -155,7 +158,7 @@ class KnownWorker:
             is_repeated,
         )
 
-    def release(self, tokens: Collection[Any]) -> None:
+    def release(self, tokens: Collection[Token]) -> None:
         """The program has dropped these: the next batch tells of it."""
         self._gone += tokens
         self._codes.drop(lambda named: not named.isdisjoint(tokens))
@@ -198,7 +201,7 @@ class KnownWorker:
         self._codes.add(digest, packed.tokens)
         return digest, packed
 
-    def _new_resources(self, needed: Any) -> tuple[Any, ...]:
+    def _new_resources(self, needed: Iterable[ResourceSpec]) -> tuple[ResourceSpec, ...]:
         new = tuple(spec for spec in needed if spec.number not in self._resources)
         self._resources.update(spec.number for spec in new)
         return new
@@ -249,7 +252,7 @@ class News:
 
     incarnation: str
     events: list[Event]
-    results: Sequence[Any] = ()
+    results: Sequence[object] = ()
     report: Report | None = None
 
 
@@ -265,7 +268,7 @@ class WorkerCalls:
     def __init__(
         self,
         job: Job,
-        unpack: Callable[[Any], Any],
+        unpack: Callable[[Packed], object],
         is_over: Callable[[KnownWorker, int], tuple[int, ...]],
         take: Callable[[News], None],
     ) -> None:
@@ -356,8 +359,8 @@ class WorkerCalls:
         error = ParameterServerUnavailable(outcome.message, Task(PARAMETER_SERVER, outcome.index))
         self._tell(peer, [Failed(*_names(peer), function, error)])
 
-    def _tell(self, peer: Peer, events: list[Any]) -> None:
-        self._take(News(peer.incarnation, events))
+    def _tell(self, peer: Peer, events: Sequence[Event]) -> None:
+        self._take(News(peer.incarnation, list(events)))
 
 
 def _names(peer: Peer) -> tuple[int, str]:
@@ -368,7 +371,7 @@ def _names(peer: Peer) -> tuple[int, str]:
 _MOST_HOLDERS = 5
 
 
-def release(objects: Sequence[Any], job: Job, registry: VariableRegistry, works: Mapping[int, Work]) -> None:
+def release(objects: Sequence[object], job: Job, registry: VariableRegistry, works: Mapping[int, Work]) -> None:
     """Drop the objects with their parts. ``works``: the functions that have no outcome yet.
 
     Raises `InvalidArgumentError` naming what still needs them; nothing is dropped then. `WrongTypeError` for an object

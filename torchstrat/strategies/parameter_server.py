@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -288,11 +288,11 @@ class ParameterServerStrategy(Strategy):
             self._job.commit()
             self._hook_state_dicts()
 
-    def _note_member(self, module: nn.Module, name: str, member: Any) -> None:
+    def _note_member(self, module: nn.Module, name: str, member: object) -> None:
         if self._beside and isinstance(member, torch.Tensor):
             self._job.variables.put_beside(member, self._beside[-1])
 
-    def _capture(self, fn: Callable[..., Any], arguments: Any) -> None:
+    def _capture(self, fn: Callable[..., object], arguments: Iterable[object]) -> None:
         """Record what a function reaches. Trained state that was not made in the scope is an error."""
         registry = self._engine.registry
         before = registry.counts
@@ -383,7 +383,7 @@ class ParameterServerStrategy(Strategy):
         finally:
             self._beside.pop()
 
-    def _spec_of(self, variable: Any) -> VariableSpec:
+    def _spec_of(self, variable: object) -> VariableSpec:
         if isinstance(variable, Variable):
             storage = storage_of(variable)
             if isinstance(storage, RemoteStorage):

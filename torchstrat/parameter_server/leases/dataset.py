@@ -336,7 +336,12 @@ def require_batch_size(batch_size: object) -> None:
 
 
 def reader_builder(
-    make_dataset: Callable[[], object], batch_size: object, shuffle: object, seed: object, collate_fn: Any, rows: object
+    make_dataset: Callable[[], object],
+    batch_size: object,
+    shuffle: object,
+    seed: object,
+    collate_fn: Callable[..., object] | None,
+    rows: object,
 ) -> ReaderBuilder:
     """Check what `ClusterCoordinator.create_leased_dataset` was given, and make of it what builds the workers' readers.
     The length of the dataset is ``rows``, or that of the one which ``make_dataset`` makes here."""

@@ -74,7 +74,7 @@ class Lease:
     def __repr__(self) -> str:
         return repr(self._tenure)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """What a worker unpickles is the batch."""
         found = _packing.leases
         if found is None:
@@ -200,7 +200,7 @@ class ReaderBuilder:
         rows: how many the coordinator counts on.
     """
 
-    def __init__(self, dataset_fn: Callable[[], Any], rows: int, collate_fn: Callable[[Any], Any] | None) -> None:
+    def __init__(self, dataset_fn: Callable[[], object], rows: int, collate_fn: Callable[..., object] | None) -> None:
         self.dataset_fn = dataset_fn
         self.rows = rows
         self._collate_fn = collate_fn
@@ -221,11 +221,11 @@ class ReaderBuilder:
 class Reader:
     """A worker's own copy of a leased dataset, and batches out of it."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[..., object]) -> None:
         self._dataset = dataset
         self._collate = collate
 
-    def read(self, rows: RowNumbers) -> Any:
+    def read(self, rows: RowNumbers) -> object:
         """The rows as a batch, read and collated as a `DataLoader` does."""
         indices = rows.tolist()
         if getattr(self._dataset, "__getitems__", None) is not None:

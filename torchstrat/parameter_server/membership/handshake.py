@@ -257,10 +257,10 @@ class Greeted:
     """A task as it introduced itself."""
 
     peer: Peer
-    status: Mapping[str, Any]
+    status: Mapping[str, object]
 
 
-def peer_to_plain(peer: Peer) -> dict[str, Any]:
+def peer_to_plain(peer: Peer) -> dict[str, object]:
     """As a control message carries it."""
     return {
         "job": peer.task.job,

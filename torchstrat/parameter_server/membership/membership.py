@@ -116,7 +116,7 @@ class Rendezvous:
         coordinator: Peer,
         secret: bytes,
         *,
-        on_joined: Callable[[Peer, Mapping[str, Any]], None],
+        on_joined: Callable[[Peer, Mapping[str, object]], None],
         on_left: Callable[[Peer, str], None],
         listen: str | None = None,
         add_peer: Callable[[Peer], None] | None = None,
@@ -459,7 +459,7 @@ def _listed(tasks: Iterable[Task]) -> str:
     return ", ".join(str(task) for task in tasks)
 
 
-OnJoined = Callable[[Peer, Mapping[str, Any]], None]
+OnJoined = Callable[[Peer, Mapping[str, object]], None]
 OnLost = Callable[[Peer, str], None]
 
 SERVER_DEADLINE_SECONDS = 15.0

@@ -111,7 +111,7 @@ class Server:
 
     def __init__(
         self,
-        cluster_spec: ClusterSpec | Mapping[str, Any],
+        cluster_spec: ClusterSpec | Mapping[str, object],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,

@@ -31,7 +31,10 @@ from torchstrat.core._torch_private import own_children
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.messages import (
+    Token,
+    VariableSpec,
+)
 from torchstrat.parameter_server.serialization.closure_walk import Reach
 from torchstrat.parameter_server.serialization.path_errors import (
     Refused,
@@ -47,9 +50,6 @@ from torchstrat.sharding.annotations import LogicalDeviceMethods
 if TYPE_CHECKING:
     from torchstrat.parameter_server.serialization.closure_walk import Look
 
-Token = tuple[Any, ...]
-"""What a captured object is called between processes: a small tuple of strings and numbers."""
-
 
 class Objects(Protocol):
     """Those of a worker; see `World`."""
@@ -57,7 +57,7 @@ class Objects(Protocol):
     def resolve(self, token: Token) -> Any: ...
 
 
-Recipe = Callable[[Objects], Any]
+Recipe = Callable[[Objects], object]
 """Builds a worker's object, from others that are there."""
 
 _NEVER_CAPTURED = frozenset({types.FunctionType, types.ModuleType, types.CellType, types.MethodType, type})
@@ -102,7 +102,7 @@ class Outgoing:
         self._fresh = fresh if fresh is not None else frozenset()
         self._describes = fresh is not None
         self._memo: dict[int, bool] = {}
-        self.tokens: dict[Token, Any] = {}
+        self.tokens: dict[Token, object] = {}
         self.described: set[Token] = set()
 
     def reference_to(self, value: object) -> tuple[object, ...] | None:
@@ -145,7 +145,7 @@ class Outgoing:
         """Whether ``value`` is sent with its contents."""
         return id(value) in self._fresh or self._catalog.token_of(value) is None
 
-    def address(self, value: int) -> tuple[str, Any] | None:
+    def address(self, value: int) -> tuple[str, object] | None:
         return self._catalog.address(value)
 
     def by_value(self, value: object) -> bool:
@@ -226,7 +226,7 @@ class Increment:
 @dataclass(frozen=True, eq=False)
 class _Entry:
     token: Token
-    get: Callable[[], Any]  # a weak reference, where that is possible
+    get: Callable[[], object]  # a weak reference, where that is possible
     recipe: Recipe | None = None
 
 
@@ -311,7 +311,7 @@ class Catalog:
                 self._pending.append(self._aside.pop(token))
         return token
 
-    def address(self, value: int) -> tuple[str, Any] | None:
+    def address(self, value: int) -> tuple[str, object] | None:
         """What goes in the place of a number that is the `id` of a variable or a captured object, as key of a table by
         them, perhaps: a worker's own object has another. None for other numbers."""
         if value < LEAST_ADDRESS:

@@ -17,7 +17,6 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,25 +59,25 @@ _MAX_MEMBERS = 1_000  # of one container: longer ones hold data
 _OF_EVERY_MODULE = frozenset({"__builtins__", "__loader__", "__spec__"})
 _MAX_LOOKS, _MAX_SEEN = 200, 2_000  # beyond, packing anew does not take much longer
 
-Look = Callable[[], Collection[Any]]
+Look = Callable[[], Collection[object]]
 
 
 @dataclass(frozen=True)
 class _Footprint:
     """What a negative answer rests on: as long as it is the same, so is the answer."""
 
-    names: list[tuple[dict[str, Any], tuple[str, ...], tuple[object, ...]]] = field(default_factory=list)
+    names: list[tuple[dict[str, object], tuple[str, ...], tuple[object, ...]]] = field(default_factory=list)
     """Namespaces, the names used of them, and what these meant."""
     functions: list[tuple[types.FunctionType, tuple[object, ...]]] = field(default_factory=list)
     """Functions that were passed through, the root first, and their `_extras`."""
     spaces: dict[int, dict[str, object]] = field(default_factory=dict)
     """Namespaces of all modules that were passed through, by id."""
 
-    def is_same(self, root: Any) -> bool:
+    def is_same(self, root: object) -> bool:
         """``root``: the function that the answer is wanted for now, of the same code, or the same class."""
-        functions = [(root, self.functions[0][1]), *self.functions[1:]] if self.functions else []
-        if not isinstance(root, types.FunctionType):
-            functions = self.functions
+        functions = self.functions
+        if functions and isinstance(root, types.FunctionType):
+            functions = [(root, functions[0][1]), *functions[1:]]
         return all(
             all(map(operator.is_, map(space.get, names), values)) for space, names, values in self.names
         ) and all(_are_same(_extras(fn), extras) for fn, extras in functions)
@@ -95,7 +94,9 @@ class Reach:
     made again each time, since their contents may have changed unseen.
     """
 
-    def __init__(self, is_captured: Callable[[Any], bool], holds_captured: Callable[[dict[str, Any]], bool]) -> None:
+    def __init__(
+        self, is_captured: Callable[[object], bool], holds_captured: Callable[[dict[str, object]], bool]
+    ) -> None:
         self._is_captured = is_captured
         self._holds_captured = holds_captured
         self._known: dict[tuple[object, int], _Footprint] = {}
@@ -322,13 +323,12 @@ def _look_at_class(cls: type) -> list[object]:
     return [*cls.__bases__, *vars(cls).values()]
 
 
-def _look_at_parts(value: Any) -> Look:
+def _look_at_parts(value: object) -> Look:
     """`_parts`, made for being called again and again."""
-    kind = type(value)
-    if kind is dict and len(value) < _MAX_MEMBERS:
-        return cast(Look, value.values)
-    if kind is list and len(value) < _MAX_MEMBERS:
-        return cast(Look, value.copy)
+    if type(value) is dict and len(value) < _MAX_MEMBERS:
+        return value.values
+    if type(value) is list and len(value) < _MAX_MEMBERS:
+        return value.copy
     if isinstance(value, functools.partial | Mapping | list | set):
         return lambda: list(_parts(value))
     if not hasattr(value, "__dict__"):

@@ -33,8 +33,9 @@ from torchstrat.core.errors import FunctionError, NotSendableError
 from torchstrat.core.tracebacks import shorten
 from torchstrat.core.variable.tensor_like import TensorLike
 from torchstrat.parameter_server.dispatch import Raised
+from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.serialization import plain
-from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, Token, culprit_of
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, culprit_of
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed, Remembered
 from torchstrat.parameter_server.serialization.path_errors import (
@@ -126,7 +127,7 @@ class _ReferencesPickler(pickle.Pickler):
         super().__init__(buffer, protocol=5)
         self._catalog = catalog
         self._indices: dict[int, int] = {}
-        self.tokens: dict[Token, Any] = {}
+        self.tokens: dict[Token, object] = {}
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
@@ -297,7 +298,7 @@ def pack_exception(error: BaseException, world: World) -> Raised:
 
 def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_result) -> BaseException:
     """On the coordinator."""
-    if isinstance(raised.packed, Packed):
+    if raised.packed is not None:
         with contextlib.suppress(Exception):
             kind, args, state, note = unpack(raised.packed)
             return _noted(_from_parts(kind, args, state), note)
@@ -331,7 +332,7 @@ def _from_parts(kind: type[BaseException], args: tuple[object, ...], state: Any)
     return error
 
 
-def _builtin_of(kind: type[BaseException]) -> Any:
+def _builtin_of(kind: type[BaseException]) -> type[BaseException]:
     return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 

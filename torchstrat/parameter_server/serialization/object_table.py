@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import FunctionError
 from torchstrat.core.optimizers import is_listed, take_over_steps
-from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.serialization.captured_objects import Increment, Token, token_of_spec
+from torchstrat.parameter_server.messages import (
+    Token,
+    VariableSpec,
+)
+from torchstrat.parameter_server.serialization.captured_objects import Increment, token_of_spec
 from torchstrat.parameter_server.serialization.path_errors import NotHere
 
 _CPU = torch.device("cpu")
@@ -37,7 +40,7 @@ class World:
     def __init__(
         self,
         make_tensor: Callable[[VariableSpec], torch.Tensor],
-        make_missing: Callable[[Token], Any] | None = None,
+        make_missing: Callable[[Token], object] | None = None,
         device: torch.device = _CPU,
     ) -> None:
         self.make_tensor = make_tensor
@@ -97,12 +100,12 @@ class World:
         except ModuleNotFoundError as error:
             raise _missing(error, what) from error
 
-    def _look_up_any(self, reference: tuple[Any, ...]) -> Any:
+    def _look_up_any(self, reference: tuple[Any, ...]) -> object:
         """Also a stand-in for what could not be imported: what holds it may be used without it."""
         known = self._objects.get(reference[1]) if reference[0] == "ref" else None
         return known if isinstance(known, NotHere) else self._look_up(reference)
 
-    def _look_up(self, reference: tuple[Any, ...]) -> Any:
+    def _look_up(self, reference: tuple[Any, ...]) -> object:
         if reference[0] == "tensor":
             return self.tensor_of(reference[1])
         if reference[0] == "made":
@@ -151,7 +154,7 @@ class World:
             found()  # raises, and says what is missing
         return found
 
-    def find(self, token: Token) -> Any:
+    def find(self, token: Token) -> object:
         """This worker's object for a token, as far as it has one; None for one without weak references, too."""
         found = self._objects.get(token)
         return found if getattr(type(found), "__weakrefoffset__", 0) else None

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from torchstrat.core.tensor_bytes import bytes_of
-from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing, Token
+from torchstrat.parameter_server.messages import Token
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing
 from torchstrat.parameter_server.serialization.closure_walk import is_library
 from torchstrat.parameter_server.serialization.path_errors import Refused
 from torchstrat.parameter_server.serialization.plain import ATOMS, is_plain
@@ -40,7 +41,8 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, types.CodeType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.UnionType),
 )
-_Look = Callable[[], Collection[Any]]
+_Look = Callable[[], Collection[object]]
+_Container = list[object] | set[object] | dict[object, object]
 _call = operator.methodcaller("__call__")
 
 
@@ -57,7 +59,7 @@ class Packed:
     buffers: int = 0
     tokens: frozenset[Token] = frozenset()
     what: str = "the function"
-    alive: tuple[Any, ...] = field(default=(), repr=False)
+    alive: tuple[object, ...] = field(default=(), repr=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -75,7 +77,7 @@ class Packed:
     def nbytes(self) -> int:
         return len(self.blob) + sum(tensor.nbytes for tensor in self.tensors)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "alive": ()}
 
 
@@ -96,16 +98,16 @@ class Parts:
     def __init__(self) -> None:
         self._looks: list[_Look] = []
         self._counts: list[int] = []
-        self._kept: list[Any] = []
+        self._kept: list[object] = []
 
-    def add(self, look: _Look, kept: Iterable[Any]) -> None:
+    def add(self, look: _Look, kept: Iterable[object]) -> None:
         parts = list(kept)
         self._looks.append(look)
         self._counts.append(len(parts))
         self._kept += parts
 
     def are_same(self) -> bool:
-        now: list[Any] = list(map(_call, self._looks))
+        now: list[Collection[object]] = list(map(_call, self._looks))
         if list(map(len, now)) != self._counts:
             return False
         # The quick question first: whether they are the same where nothing is kept weakly.
@@ -123,7 +125,7 @@ def same_parts(now: list[object], kept: list[object]) -> bool:
     return True
 
 
-def keep(value: object) -> Any:
+def keep(value: object) -> object:
     """``value``, or a weak reference to it, where it could hold captured objects."""
     if type(value) in ATOMS or value is _MISSING or isinstance(value, _CONSTANTS):
         return value
@@ -135,11 +137,11 @@ def keep(value: object) -> Any:
         raise Unstable from None
 
 
-def is_harmless_set(value: Any) -> bool:
-    return type(value) in (set, frozenset) and ATOMS.issuperset(map(type, value))
+def is_harmless_set(value: object) -> bool:
+    return (type(value) is set or type(value) is frozenset) and ATOMS.issuperset(map(type, value))
 
 
-def function_parts(fn: types.FunctionType, names: tuple[str, ...]) -> list[Any]:
+def function_parts(fn: types.FunctionType, names: tuple[str, ...]) -> list[object]:
     """All that a function consists of. ``names``: of the globals that count.
 
     Raises `Unstable` where a cell is empty: the name is assigned later.
@@ -162,18 +164,18 @@ def function_parts(fn: types.FunctionType, names: tuple[str, ...]) -> list[Any]:
     return parts
 
 
-def object_parts(value: object) -> list[Any]:
+def object_parts(value: object) -> list[object]:
     """All that an object of an ordinary class consists of."""
     members = vars(value)
     return [type(value), *members, *members.values()]
 
 
-def class_parts(cls: type) -> list[Any]:
+def class_parts(cls: type) -> list[object]:
     members = vars(cls)
     return [*cls.__bases__, *members, *members.values()]
 
 
-def _of_weak(parts: Callable[..., list[object]], reference: _Weak, *args: object) -> list[Any]:
+def _of_weak(parts: Callable[..., list[object]], reference: _Weak, *args: object) -> list[object]:
     value = reference()
     return [] if value is None else parts(value, *args)
 
@@ -184,41 +186,40 @@ class Survey:
 
     def __init__(self, references: Outgoing) -> None:
         self._references = references
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         self._looked: set[_Look] = set()  # of those that are equal for the same thing: methods of namespaces
         self.guards = Parts()
 
-    def visit(self, value: Any) -> None:
+    def visit(self, value: object) -> None:
         """Note ``value`` and all behind it. Raises `Unstable`."""
-        kind = type(value)
-        if kind in ATOMS or value is _MISSING or id(value) in self._seen:
+        if type(value) in ATOMS or value is _MISSING or id(value) in self._seen:
             return
         if len(self._seen) >= _MAX_PARTS:
             raise Unstable
         self._seen[id(value)] = value
-        if kind is types.FunctionType:
+        if type(value) is types.FunctionType:
             self._function(value)
-        elif kind is types.MethodType:
+        elif type(value) is types.MethodType:
             self.visit(value.__func__)
             self.visit(value.__self__)
         elif isinstance(value, type):
             self._class(value)
-        elif kind is types.ModuleType:
+        elif type(value) is types.ModuleType:
             if not is_library(value.__name__) or sys.modules.get(value.__name__) is not value:
                 raise Unstable
-        elif kind is types.BuiltinFunctionType:
+        elif type(value) is types.BuiltinFunctionType:
             if not isinstance(value.__self__, types.ModuleType | type | None):
                 raise Unstable  # a method of an object
         elif typing.get_origin(value) is not None:  # list[int], in an annotation
             self._visit_all((typing.get_origin(value), *typing.get_args(value)))
-        elif kind is tuple or kind is frozenset:
+        elif type(value) is tuple or type(value) is frozenset:
             self._visit_all(value)
-        elif kind is list or kind is dict or kind is set:
+        elif type(value) is list or type(value) is dict or type(value) is set:
             self._container(value)
         elif not isinstance(value, _CONSTANTS) and self._references.reference_to(value) is None:
             self._object(value)
 
-    def _visit_all(self, values: Iterable[Any]) -> None:
+    def _visit_all(self, values: Iterable[object]) -> None:
         for value in values:
             self.visit(value)
 
@@ -227,7 +228,7 @@ class Survey:
         self._visit_all(parts)
         self.guards.add(look, map(keep, parts))
 
-    def _container(self, value: Any) -> None:
+    def _container(self, value: _Container) -> None:
         """Of atoms alone, however deep; of others nobody can tell weakly whether they are the same."""
         if len(value) > _MAX_PARTS or not (is_plain(value) or is_harmless_set(value)):
             raise Unstable
@@ -260,7 +261,7 @@ class Survey:
         else:
             self._note(partial(_of_weak, class_parts, _Weak(cls)))
 
-    def note_name(self, value: Any) -> None:
+    def note_name(self, value: types.FunctionType | type) -> None:
         """A function or class that goes by name: that it still has it, and that it still reaches nothing captured."""
         if is_library(value.__module__):
             return
@@ -294,12 +295,12 @@ class Survey:
         self._note(partial(_of_weak, object_parts, _Weak(value)))
 
 
-def _named(holder: object, name: str) -> tuple[Any, ...]:
+def _named(holder: object, name: str) -> tuple[object, ...]:
     return (getattr(holder, name, _MISSING),)
 
 
-def _contents(container: Any) -> list[Any]:
-    return [*container, *container.values()] if type(container) is dict else list(container)
+def _contents(container: _Container) -> list[object]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
 _MAX_CODES = 256
@@ -357,14 +358,13 @@ class _OfOneCode:
         self.failures = 0
 
 
-def _code_of(fn: Any) -> Any:
+def _code_of(fn: object) -> object:
     """The code that a callable is known by; its class for a callable object; None for others."""
-    kind = type(fn)
-    if kind is types.FunctionType:
+    if type(fn) is types.FunctionType:
         return fn.__code__
-    if kind is types.MethodType:
+    if type(fn) is types.MethodType:
         return fn.__func__.__code__ if type(fn.__func__) is types.FunctionType else None
-    return None if isinstance(fn, type) else kind
+    return None if isinstance(fn, type) else type(fn)
 
 
 class _Entry:
@@ -394,7 +394,7 @@ class _Entry:
         self._packed = (lambda: packed) if not self._alive else weakref.ref(packed)
         self._kind = type(packed)
 
-    def _parts_of(self, fn: Any) -> list[Any]:
+    def _parts_of(self, fn: Any) -> list[object]:
         if self._names is not None:
             return function_parts(fn, self._names)
         if self._is_method:
@@ -429,14 +429,14 @@ class _Entry:
         return packed
 
 
-def _weakly(value: object) -> Any:
+def _weakly(value: object) -> Callable[[], object]:
     try:
         return weakref.ref(value)
     except TypeError:
         return lambda: value  # the catalog holds it as well
 
 
-def _circumstances(catalog: Catalog, sent_by_value: Callable[[], set[str]]) -> tuple[Any, ...]:
+def _circumstances(catalog: Catalog, sent_by_value: Callable[[], set[str]]) -> tuple[object, ...]:
     """What decides how things travel, besides the things themselves: what is captured; which modules there are, for a
     function that names a package travels with its submodules; and which of them cloudpickle was told to send."""
     return catalog.captures, len(sys.modules), sent_by_value()

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class StaysHere:
     They may be pickled with what they hang on; in the other process there is a callable that does nothing instead.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _do_nothing_callable, ()
 
 
@@ -190,7 +190,7 @@ def name_of(value: object, what: str) -> str:
 
 
 def path_to(
-    root: object, what: str, is_it: Callable[[Any], bool], enters: Callable[[Any], bool] = lambda _: True
+    root: object, what: str, is_it: Callable[[object], bool], enters: Callable[[object], bool] = lambda _: True
 ) -> str | None:
     """The shortest way from ``root``, which is called ``what``, to an object that ``is_it``; None where none is found.
 
@@ -199,7 +199,7 @@ def path_to(
     return next((path for path, value in paths(root, what, enters) if is_it(value)), None)
 
 
-def paths(root: object, what: str, enters: Callable[[Any], bool]) -> Iterator[tuple[str, object]]:
+def paths(root: object, what: str, enters: Callable[[object], bool]) -> Iterator[tuple[str, object]]:
     """Everything that ``root`` consists of, each object once, by the shortest way to it; the nearest first."""
     pending: collections.deque[tuple[str, object]] = collections.deque([(what, root)])
     seen: dict[int, object] = {}  # the values too: temporaries must outlive the search, or others could get their ids
@@ -262,7 +262,7 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, object]]:
     yield from ((f".{name}", part) for name, part in list(vars(fn).items()))
 
 
-def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
     members = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
         for group in ("_modules", "_parameters", "_buffers"):

@@ -80,7 +80,7 @@ class References(Protocol):
     def reference_to(self, value: object) -> tuple[object, ...] | None:
         """The persistent id of ``value``; None sends it by value. Raises `Refused` where neither may be."""
 
-    def address(self, value: int) -> tuple[str, Any] | None:
+    def address(self, value: int) -> tuple[str, object] | None:
         """The persistent id of an integer that is the `id` of an object; None for others."""
 
     def by_value(self, value: object) -> bool:
@@ -128,7 +128,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     class, one of which counts and the other reads. cloudpickle gives each a variable of its own.
     """
 
-    dispatch_table: ClassVar[Any] = collections.ChainMap(
+    dispatch_table: ClassVar[object] = collections.ChainMap(
         {types.CellType: _reduce_cell}, cloudpickle.Pickler.dispatch_table
     )
 
@@ -207,7 +207,7 @@ class ObjectPickler(ValuePickler):
             raise Refused(func, COMPILED)
         return super()._dynamic_function_reduce(func)
 
-    def reducer_override(self, value: object) -> Any:
+    def reducer_override(self, value: object) -> object:
         path = _torch_private.path_of_operator(value)
         if path is not None:
             return _torch_private.operator_at, (path,)
@@ -241,7 +241,7 @@ class ObjectUnpickler(pickle.Unpickler):
         blob: bytes,
         tensors: Sequence[torch.Tensor],
         buffers: int,
-        resolve: Callable[[tuple[Any, ...]], Any],
+        resolve: Callable[[tuple[object, ...]], object],
         device: torch.device,
     ) -> None:
         data = len(tensors) - buffers
@@ -250,7 +250,7 @@ class ObjectUnpickler(pickle.Unpickler):
         self._resolve = resolve
         self._device = device
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> object:
         if reference[0] == "id":
             return id(reference[1])
         if reference[0] != "data":
@@ -334,7 +334,7 @@ def load_increment(
     blob: bytes,
     tensors: Sequence[torch.Tensor],
     buffers: int,
-    resolve: Callable[[tuple[Any, ...]], object],
+    resolve: Callable[[tuple[object, ...]], object],
     device: torch.device,
 ) -> Any:
     """As `IncrementUnpickler` loads it, if need be without what raises."""
@@ -348,10 +348,10 @@ def load_increment(
 class _Salvaging(pickle._Unpickler):
     stack: list[Any]
     metastack: list[list[object]]
-    memo: dict[int, Any]
+    memo: dict[int, object]
     dispatch: ClassVar[Any] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, plain: IncrementUnpickler, blob: bytes, arrays: Sequence[Any]) -> None:
+    def __init__(self, plain: IncrementUnpickler, blob: bytes, arrays: Sequence[object]) -> None:
         super().__init__(io.BytesIO(blob), buffers=arrays)
         self._plain = plain
 

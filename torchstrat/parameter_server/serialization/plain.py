@@ -123,5 +123,5 @@ class ClassesHere(pickle.Unpickler):
         self._at_home.add(own)
         return own
 
-    def _set_state(self, set_state: Callable[[type, Any], type], made: type, state: object) -> type:
+    def _set_state(self, set_state: Callable[[type, object], type], made: type, state: object) -> type:
         return made if made in self._at_home else set_state(made, state)

@@ -30,7 +30,7 @@ from torchstrat.parameter_server.server.shards import HeldShards
 from torchstrat.parameter_server.variables.class_attributes import put
 from torchstrat.parameter_server.variables.module_structure import fixed_attributes, marks_of_tensors, may_be_copied
 
-StepsHaveSet = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+StepsHaveSet = tuple[list[dict[str, object]], list[dict[str, object]]]
 """By group, entries of ``param_groups``; by optimizer, plain attributes. Of the optimizer and then those it wraps."""
 
 Groups = Sequence[Sequence[int]]
@@ -43,10 +43,10 @@ class _Group:
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
         self.given = self.options
-        self.handed_out: dict[str, list[Any]] = {}
+        self.handed_out: dict[str, list[object]] = {}
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         return hyperparameters(self.group)
 
     def apart(self) -> _Group:
@@ -64,7 +64,7 @@ class _Group:
         for name, value in list(self._set_by_program(options)):
             self.group[name] = self.given[name] = value
 
-    def set_by_both(self, options: Options) -> Iterator[tuple[str, Any]]:
+    def set_by_both(self, options: Options) -> Iterator[tuple[str, object]]:
         """What the program sets that steps have set, too."""
         own, given = self.group, self.given
         for name, value in self._set_by_program(options):
@@ -72,7 +72,7 @@ class _Group:
             if is_by_steps and not are_equal(own[name], value):
                 yield name, value
 
-    def hand_out(self, options: Options) -> dict[str, Any]:
+    def hand_out(self, options: Options) -> dict[str, object]:
         own, given = self.options, self.given
         kept = {*dict(self._set_by_program(options)), *(given.keys() - options.keys())}
         lacks = {k: v for k, v in own.items() if k not in kept and (k not in options or not are_equal(v, options[k]))}
@@ -89,7 +89,7 @@ class _Group:
         self.group.update(copy.deepcopy(dict(options)))
         self.given, self.handed_out = dict(options), {}
 
-    def _set_by_program(self, options: Options) -> Iterator[tuple[str, Any]]:
+    def _set_by_program(self, options: Options) -> Iterator[tuple[str, object]]:
         for name, value in options.items():
             is_given = name in self.given and are_equal(value, self.given[name])
             if not is_given and not _is_among(value, self.handed_out.get(name, ())):
@@ -107,7 +107,7 @@ class _Member:
         self._set_at: dict[str, int] = {}  # attributes, when the program has set them
         self.handed_out = marks_of_tensors(optimizer)
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """Those that can be handed out: of tensors, what has changed since the last time."""
         attributes, marks = vars(self.optimizer), marks_of_tensors(self.optimizer)
         changed = [name for name, mark in marks.items() if mark != self.handed_out.get(name)]
@@ -170,7 +170,7 @@ class LiveOptimizer:
         return f"{self.cls.__module__}.{self.cls.__qualname__}"
 
     @property
-    def options(self) -> tuple[dict[str, Any], ...]:
+    def options(self) -> tuple[dict[str, object], ...]:
         return tuple(one.options for one in self._groups[: len(self._optimizer.param_groups)])
 
     def grow(self, other: LiveOptimizer) -> None:
@@ -350,7 +350,7 @@ class _Unpickler(ClassesHere):
         super().__init__(io.BytesIO(blob))
         self.parameters = parameters
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> object:
         if reference[0] == "id":
             return id(reference[1])
         group, place, requires_grad = reference

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -226,7 +226,7 @@ class HeldOptimizer:
         return self._place_of.keys()
 
     @property
-    def description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, object]:
         """What makes it the same optimizer as before, for a coordinator that is started again."""
         return describe_optimizer(self.number, self.name, self.groups, self.rows_only)
 

@@ -159,7 +159,7 @@ class VariableServer:
         handlers |= {name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()}
         return handlers | {name: self._step(answer) for name, answer in steps.items()}
 
-    def _step(self, answer: Callable[[Peer, Any, AnswerMemory], Any]) -> Handler:
+    def _step(self, answer: Callable[[Peer, object, AnswerMemory], object]) -> Handler:
         return Handler(answer, self._work, takes_memory=True, borrows=True, may_hold_up_its_caller=True)
 
     def attach(self, endpoint: Endpoint) -> None:
@@ -167,7 +167,7 @@ class VariableServer:
         self.store.owner = str(endpoint.peer)
         self._switching.enter_context(_quick_switches())
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, object]:
         """``digest`` of the catalog, ``variables``: how many, ``next_function``: see `VariableStore.catalog`."""
         catalog = self.store.catalog()
         return {
@@ -209,8 +209,8 @@ class VariableServer:
         self.store.end_cut(token)
         self._checkpoints.forget(token)
 
-    def _noting_left_overs(self, answer: Callable[[Any], object]) -> Callable[[Any], Any]:
-        def noting(payload: object) -> Any:
+    def _noting_left_overs(self, answer: Callable[[object], object]) -> Callable[[object], object]:
+        def noting(payload: object) -> object:
             try:
                 return answer(payload)
             finally:
@@ -235,7 +235,7 @@ class VariableServer:
         self._endpoint.add_peer(peer)
 
 
-def _without_sender(answer: Callable[[Any], object]) -> Callable[[Peer, Any], Any]:
+def _without_sender(answer: Callable[[object], object]) -> Callable[[Peer, object], object]:
     return lambda _sender, payload: answer(payload)
 
 
@@ -388,8 +388,8 @@ class _Collected:
     """What goes into one file, and what a `WriteReport` says beside it."""
 
     tensors: list[tuple[Piece, torch.Tensor | BlockSource]] = field(default_factory=list)
-    values: list[tuple[KeyPath, Any]] = field(default_factory=list)
-    whole: list[tuple[KeyPath, Any]] = field(default_factory=list)
+    values: list[tuple[KeyPath, object]] = field(default_factory=list)
+    whole: list[tuple[KeyPath, object]] = field(default_factory=list)
 
     def add_rows(self, state: StatePiece, name: str, source: torch.Tensor | BlockSource) -> None:
         self.tensors.append((state.piece.entry(name, (state.piece.shape[0], *source.shape[1:])), source))

@@ -58,7 +58,7 @@ from torchstrat.parameter_server.variables.edits import put_rows
 Options = Mapping[str, Any]
 """The hyperparameters of a parameter group: everything in it but ``params``."""
 
-Parts = tuple[type[Optimizer], dict[str, Any], tuple[dict[str, Any], ...]]
+Parts = tuple[type[Optimizer], dict[str, object], tuple[dict[str, object], ...]]
 """Of an optimizer without parameters and state: its class, its attributes, the hyperparameters of its groups."""
 
 _NOT_SENT = {"state", "param_groups", "step"}
@@ -88,7 +88,7 @@ def _look_for_closure(cls: type[Optimizer]) -> bool:
 
 
 # Every push asks, and looking takes 0.1 ms.
-_needs_closure: Callable[[Any], bool] = functools.lru_cache(maxsize=256)(_look_for_closure)
+_needs_closure: Callable[[object], bool] = functools.lru_cache(maxsize=256)(_look_for_closure)
 
 
 def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
@@ -112,7 +112,7 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
     tensors = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
 
     class OptimizerPickler(ValuePickler):
-        def persistent_id(self, found: object) -> tuple[Any, ...] | None:
+        def persistent_id(self, found: object) -> tuple[object, ...] | None:
             if type(found) is int and found in own:
                 self._require_whole("ids of parameters")
                 return "id", tensors[found]
@@ -136,7 +136,7 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
                     "in self.param_groups, or leave the class out of elementwise_optimizers."
                 )
 
-        def reducer_override(self, value: object) -> Any:
+        def reducer_override(self, value: object) -> object:
             return _reduce_whole(value) if isinstance(value, Optimizer) else super().reducer_override(value)
 
     def pickled(value: object) -> bytes:
@@ -172,7 +172,7 @@ def _places_of(optimizer: Optimizer) -> Iterator[tuple[int, tuple[int, int]]]:
             yield id(tensor), (number, place)
 
 
-def _tags_of(optimizer: Optimizer) -> dict[tuple[int, int], dict[str, Any]]:
+def _tags_of(optimizer: Optimizer) -> dict[tuple[int, int], dict[str, object]]:
     """What the program has set on parameters, by their places: optimizers of some packages look at it in a step."""
     return {
         (number, place): dict(vars(tensor))
@@ -182,7 +182,7 @@ def _tags_of(optimizer: Optimizer) -> dict[tuple[int, int], dict[str, Any]]:
     }
 
 
-def _reduce_whole(optimizer: Optimizer) -> Any:
+def _reduce_whole(optimizer: Optimizer) -> object:
     """With everything that is set on it, also of one that another one holds; without hooks."""
     attributes = {name: value for name, value in _without_hooks(optimizer).items() if name != "step"}
     state: Any = attributes.get("state")
@@ -196,13 +196,13 @@ def _set_attributes(optimizer: Optimizer, attributes: dict[str, object]) -> None
     vars(optimizer).update(attributes)
 
 
-def _without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+def _without_hooks(optimizer: Optimizer) -> dict[str, object]:
     return {
         name: collections.OrderedDict() if name.endswith("_hooks") else value for name, value in vars(optimizer).items()
     }
 
 
-def _succeeds(act: Callable[[Any], object], value: object) -> bool:
+def _succeeds(act: Callable[[object], object], value: object) -> bool:
     try:
         act(value)
     except Exception:
@@ -243,7 +243,7 @@ class ShardOptimizer:
         options: Sequence[Options],
         *,
         needs_sparse: bool = False,
-        tags: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+        tags: Mapping[tuple[int, int], Mapping[str, object]] | None = None,
     ) -> None:
         self.cls = cls
         self.options = tuple(options)
@@ -429,7 +429,7 @@ def learn_state(optimizer: ShardOptimizer, options: Options, group: int, like: t
     return learned
 
 
-def _untouched_rows(optimizer: Optimizer, group: int, rows: torch.Tensor) -> dict[str, Any]:
+def _untouched_rows(optimizer: Optimizer, group: int, rows: torch.Tensor) -> dict[str, object]:
     shard_optimizer = ShardOptimizer.of(optimizer)
     learned = learn_state(shard_optimizer, shard_optimizer.options[group], group, rows)
     return {name: entry.allocate(rows) for name, entry in learned.items()}
@@ -468,10 +468,10 @@ def _first_values(
     return {**after.get(parameter, {}), **state.first}
 
 
-class _Remembering(dict[str, Any]):
+class _Remembering(dict[str, object]):
     """A state that keeps a copy of what each entry was first set to, before the step goes on to change it in place."""
 
-    def __init__(self, initial: Mapping[str, Any]) -> None:
+    def __init__(self, initial: Mapping[str, object]) -> None:
         super().__init__(initial)
         self.first: StateOfShard = {}
         for name, value in initial.items():
@@ -481,7 +481,7 @@ class _Remembering(dict[str, Any]):
         self._remember(name, value)
         super().__setitem__(name, value)
 
-    def setdefault(self, name: str, default: object = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> object:
         if name not in self:
             self[name] = default
         return self[name]

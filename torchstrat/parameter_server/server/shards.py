@@ -27,7 +27,7 @@ from torchstrat.parameter_server.server.snapshot import Cut, VariableCut
 from torchstrat.parameter_server.variables import edits
 
 
-def describe_variable(spec: VariableSpec, held_shards: Iterable[int]) -> dict[str, Any]:
+def describe_variable(spec: VariableSpec, held_shards: Iterable[int]) -> dict[str, object]:
     """``held_shards``: the numbers of the shards on the server that the catalog is of."""
     return {
         "number": spec.number,
@@ -42,12 +42,12 @@ def describe_variable(spec: VariableSpec, held_shards: Iterable[int]) -> dict[st
     }
 
 
-def describe_optimizer(number: int, name: str, groups: Sequence[Sequence[int]], rows_only: bool) -> dict[str, Any]:
+def describe_optimizer(number: int, name: str, groups: Sequence[Sequence[int]], rows_only: bool) -> dict[str, object]:
     """``name``: module and class. Hyperparameters are no part of it: they come with every step."""
     return {"number": number, "class": name, "groups": [list(group) for group in groups], "rows_only": rows_only}
 
 
-def make_catalog(variables: Iterable[dict[str, object]], optimizers: Iterable[dict[str, object]]) -> dict[str, Any]:
+def make_catalog(variables: Iterable[dict[str, object]], optimizers: Iterable[dict[str, object]]) -> dict[str, object]:
     """``{"variables", "optimizers", "digest"}``; equal contents have equal digests, in any process."""
     content: dict[str, Any] = {
         "variables": sorted(variables, key=lambda described: described["number"]),

@@ -233,7 +233,7 @@ class CutRows:
     """
 
     def __init__(
-        self, locked: Callable[[], AbstractContextManager[Any]], variable: VariableCut, entry: FrozenRows
+        self, locked: Callable[[], AbstractContextManager[object]], variable: VariableCut, entry: FrozenRows
     ) -> None:
         self._locked, self._variable, self._entry = locked, variable, entry
         self.shape, self.dtype = torch.Size(entry.shape), entry.dtype

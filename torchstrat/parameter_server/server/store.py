@@ -371,7 +371,9 @@ class VariableStore:
             for key, state in states.items():
                 shards.put_state(key, optimizer, _copy(state) or None)
 
-    def optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]], places: Places) -> StepsHaveSet:
+    def optimizer_options(
+        self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places
+    ) -> StepsHaveSet:
         """What steps have set here, and ``options`` of the program's have not; of most optimizers nothing. Options and
         ``places`` as in `groups_with_wrapped`."""
         held = self._optimizer(optimizer)

@@ -68,7 +68,7 @@ def pack(value: object) -> Packed:
     return Packed(buffer.getvalue(), pickler.tensors)
 
 
-def unpack(packed: Packed) -> Any:
+def unpack(packed: Packed) -> object:
     """The value; its tensors are those of ``packed``. Raises whatever unpickling raises."""
     return _Unpickler(io.BytesIO(packed.data), packed.tensors).load()
 
@@ -248,13 +248,13 @@ class Waiting:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._futures: dict[str, set[Future[Any]]] = {}
+        self._futures: dict[str, set[Future[object]]] = {}
         self._refused: dict[str, BaseException] = {}
         self._closed: BaseException | None = None
 
-    def add(self, incarnation: str) -> Future[Any]:
+    def add(self, incarnation: str) -> Future[object]:
         """A new future that waits for this peer; it has failed already if the peer's waiting futures have."""
-        future: Future[Any] = Future()
+        future: Future[object] = Future()
         future.set_running_or_notify_cancel()  # so that nobody can cancel it: the message is on its way
         with self._lock:
             error = self._closed or self._refused.get(incarnation)
@@ -264,7 +264,7 @@ class Waiting:
         future.set_exception(copy.copy(error))
         return future
 
-    def claim(self, incarnation: str, future: Future[Any]) -> bool:
+    def claim(self, incarnation: str, future: Future[object]) -> bool:
         """Whether the caller is the one to settle it."""
         with self._lock:
             futures = self._futures.get(incarnation, set())

@@ -115,7 +115,7 @@ class RpcEndpoint:
         )
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}
-        self._lifelines: dict[str, tuple[torch.futures.Future[Any], Request]] = {}  # of others, to this process
+        self._lifelines: dict[str, tuple[torch.futures.Future[object], Request]] = {}  # of others, to this process
         self._closing, self._replying = threading.Lock(), threading.Lock()
         self._replies = 0
         self._departures = threading.Condition()
@@ -204,7 +204,7 @@ class RpcEndpoint:
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
         on_written: Callable[[int], None] | None = None,
-    ) -> Future[Any]:
+    ) -> Future[object]:
         seconds = self._timeout_seconds if timeout_seconds is None else _positive("timeout_seconds", timeout_seconds)
         future = self._waiting.add(to.incarnation)
         if future.done():
@@ -264,7 +264,7 @@ class RpcEndpoint:
             raise PeerUnavailableError(f"{peer} is not known to {self._peer}; add_peer() it first.", peer)
         return link
 
-    def _settle(self, peer: Peer, future: Future[Any], error: BaseException) -> None:
+    def _settle(self, peer: Peer, future: Future[object], error: BaseException) -> None:
         if self._waiting.claim(peer.incarnation, future):
             future.set_exception(error)
 
@@ -396,9 +396,9 @@ class RpcEndpoint:
         """In the place of unpickling, for requests and replies."""
         return self._envelopes.unseal(data, tensors)
 
-    def _run(self, received: Received | None) -> torch.futures.Future[Any]:
+    def _run(self, received: Received | None) -> torch.futures.Future[object]:
         """In the place of calling an unpickled function. The future's value is handed to `_seal_reply`."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future: torch.futures.Future[object] = torch.futures.Future()
         request = self._envelopes.request_in(received)
         if request is None:
             future.set_result(None)
@@ -419,7 +419,7 @@ class RpcEndpoint:
                 self._lifelines[request.sender.incarnation] = future, request
         return future
 
-    def _reply(self, future: torch.futures.Future[Any], request: Request, answer: Packed) -> None:
+    def _reply(self, future: torch.futures.Future[object], request: Request, answer: Packed) -> None:
         with self._replying:
             if self._closed:
                 return
@@ -485,7 +485,7 @@ class RpcEndpoint:
         return self._envelopes.reply(reply.request, reply.answer), reply.answer.tensors
 
 
-_Arrived = Callable[[Callable[[], Any]], None]
+_Arrived = Callable[[Callable[[], object]], None]
 
 _PONG = pack_result(None)
 

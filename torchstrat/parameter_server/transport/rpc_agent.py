@@ -277,7 +277,9 @@ class Agent:
     ``hooks`` take the place of the functions by which RPC unpickles, runs and pickles, from before it listens.
     """
 
-    def __init__(self, name: str, host: str, timeout_seconds: float, hooks: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, name: str, host: str, timeout_seconds: float, hooks: Mapping[str, Callable[..., object]]
+    ) -> None:
         interface, address = interface_of(host)
         if _is_current_rpc_agent_set():
             raise CommunicationError(

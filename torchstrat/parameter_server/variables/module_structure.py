@@ -42,7 +42,13 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import is_same
-from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, VariableSpec
+from torchstrat.parameter_server.messages import (
+    Gone,
+    SetAttribute,
+    SetAttributes,
+    Token,
+    VariableSpec,
+)
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
@@ -144,9 +150,9 @@ class PlainAttributes:
             self._watch_derived(owner)
             self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
 
-    def changed(self, owners: Iterable[tuple[object, nn.Module | Optimizer]]) -> Mapping[Any, SetAttributes]:
+    def changed(self, owners: Iterable[tuple[Token, nn.Module | Optimizer]]) -> Mapping[Token, SetAttributes]:
         """What was set since each of these objects, with their tokens, was here first: that is when it was sent."""
-        found: dict[Any, SetAttributes] = {}
+        found: dict[Token, SetAttributes] = {}
         class_attributes.look()
         for token, owner in owners:
             sent = self._sent.get(owner)
@@ -290,7 +296,7 @@ class ModuleStructure:
         self,
         catalog: Catalog,
         spec_of_buffer: Callable[[nn.Module, str], VariableSpec | None],
-    ) -> Iterator[tuple[Any, Members]]:
+    ) -> Iterator[tuple[Token, Members]]:
         """The modules that have changed since they were sent, with what they have now."""
         for module, (marks, hooks) in list(self._changed.items()):
             now = [type(module), _hook_marks(module)]

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchstrat.core._torch_private import global_module_hooks, optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import is_listed, own_step, wrapped_by
+from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.closure_walk import functions_of, names_in
 from torchstrat.parameter_server.serialization.functions import pack
@@ -128,7 +129,7 @@ class StepHooks:
         self._sent: MutableMapping[Optimizer, object] = WeakIdKeyDictionary()
         self._changed: MutableMapping[Optimizer, tuple[Any, Packed]] = WeakIdKeyDictionary()
 
-    def changed(self, catalog: Catalog, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Packed]]:
+    def changed(self, catalog: Catalog, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Token, Packed]]:
         """Of those whose hooks are others than when they were here first, which is when they are sent, or that must
         not be stepped: what they have now."""
         for optimizer in optimizers:

@@ -31,7 +31,11 @@ from torchstrat.parameter_server.dispatch import (
     Modes,
     Options,
 )
-from torchstrat.parameter_server.messages import Gone, SetAttributes
+from torchstrat.parameter_server.messages import (
+    Gone,
+    SetAttributes,
+    Token,
+)
 from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
@@ -70,7 +74,7 @@ class Settings:
         self._owns_process = owns_process
         self._default_dtype: torch.dtype | None = None
         self._surroundings = AS_A_THREAD_BEGINS
-        self._attributes: dict[Any, SetAttributes] = {}
+        self._attributes: dict[Token, SetAttributes] = {}
         self._own_attributes: dict[int, dict[str, object]] = {}  # of optimizers of the program's own classes
         self._members: dict[object, Members] = {}
         self._step_hooks: dict[object, bytes] = {}
@@ -137,7 +141,7 @@ class Settings:
         """What the program has set on an optimizer of a class of its own, as of the function that runs."""
         return self._attributes.get(("helper", optimizer), {})
 
-    def _set_attributes(self, token: Any, values: SetAttributes) -> None:
+    def _set_attributes(self, token: Token, values: SetAttributes) -> None:
         """What was set on the coordinator since the last time. What a function sets on a module is this worker's own
         until then."""
         if self._attributes.get(token) != values and self._world.knows(token):
@@ -151,7 +155,7 @@ class Settings:
             if isinstance(owner, Optimizer):
                 self._own_attributes[token[1]] = fixed_attributes(owner)
 
-    def _set_members(self, token: Any, members: Members) -> None:
+    def _set_members(self, token: Token, members: Members) -> None:
         """What was added, removed or replaced on the coordinator. The module itself stays the same object."""
         if self._members.get(token) == members or not self._world.knows(token):
             return
@@ -177,7 +181,7 @@ class Settings:
             _fill(vars(module)[name], hooks)
         self._copies.note_modules(one for _, one in self._world.modules())
 
-    def _set_step_hooks(self, token: Any, packed: Packed) -> None:
+    def _set_step_hooks(self, token: Token, packed: Packed) -> None:
         """What was registered or removed on the coordinator. What they count stays while they are the same."""
         if self._step_hooks.get(token) != packed.digest and self._world.knows(token):
             optimizer = self._world.resolve(token)
@@ -189,7 +193,7 @@ class Settings:
                 vars(optimizer)["step"] = step
             self._step_hooks[token] = packed.digest
 
-    def release(self, tokens: Collection[Any]) -> None:
+    def release(self, tokens: Collection[Token]) -> None:
         """Of these nothing is in force any more: the coordinator has dropped them."""
         gone = {id(self._world.resolve(token)) for token in tokens if self._world.knows(token)}
         self._modules = [(module, flag) for module, flag in self._modules if id(module) not in gone]

@@ -42,6 +42,7 @@ from torchstrat.parameter_server.dispatch import (
     ServerGone,
 )
 from torchstrat.parameter_server.interface import Endpoint, Handler, Peer
+from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.remote_value import numbers_of
 from torchstrat.parameter_server.serialization.functions import pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
@@ -395,7 +396,7 @@ class _Session:
         self._world.register(("access",), self._access)
         self._world.register(("coordinator",), CoordinatorHere(self._strategy))
         self._resources = Resources(self._build)
-        self._kept_codes = Recent(KEPT_CODES)
+        self._kept_codes: Recent[_Code] = Recent(KEPT_CODES)
         self._codes: list[_Code] = []  # of the batch
         put_back()  # on classes, what another job has set
         self._settings = Settings(self._world, self._copies, owns_process=owns_process)
@@ -450,7 +451,7 @@ class _Session:
         if batch.gone:
             self._release(batch.gone)
 
-    def _release(self, tokens: Sequence[Any]) -> None:
+    def _release(self, tokens: Sequence[Token]) -> None:
         """The coordinator has dropped these; nothing is sent any more that names them."""
         held = [weakref.ref(held) for token in tokens if (held := self._world.find(token)) is not None]
         self._settings.release(tokens)
@@ -538,19 +539,19 @@ class _Session:
         phases.reached(phases.INSIDE)
         return self._settings.surround(code.function), tuple(args), dict(kwargs), captured, code.learned
 
-    def _captured(self, tokens: Iterable[Any]) -> list[Any]:
+    def _captured(self, tokens: Iterable[Token]) -> list[object]:
         return [self._world.resolve(token) for token in tokens]
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
         token = self._world.token_of(optimizer)
         return token[1] if token is not None and token[0] == "helper" else None
 
-    def _make_missing(self, token: Any) -> object:
+    def _make_missing(self, token: Token) -> object:
         if token[0] == "per_worker":
             return self._resources.get(token[1])
         raise FunctionError(f"a scheduled function refers to the {token[0]}, which workers do not have.")
 
-    def _build(self, builder: Any) -> object:
+    def _build(self, builder: Packed) -> object:
         return unpack(builder, self._world)()
 
 
