@@ -49,6 +49,7 @@ from torchstrat.parameter_server.variables.deferred_init import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import (
     Kinds,
+    RemoteOptimizerState,
     has_begun,
     read_state,
     require_growth,
@@ -281,7 +282,9 @@ class Job:
             asked = self.servers.send(gone.index, "ps.catalog", None, _SIGN_OF_LIFE_SECONDS)
             asked.add_done_callback(partial(self._server_answered, worker, gone, then))
 
-    def _server_answered(self, worker: Peer, gone: ServerGone, then: Callable[[], None], answered: Future[Any]) -> None:
+    def _server_answered(
+        self, worker: Peer, gone: ServerGone, then: Callable[[], None], answered: Future[object]
+    ) -> None:
         if answered.exception() is None:
             self.membership.give_up(
                 worker, f"it cannot reach parameter server {gone.index}, which answers the coordinator ({gone.reason})"
@@ -354,7 +357,7 @@ class Job:
             for number in dropped.optimizers:
                 self._optimizers.pop(number, None)
 
-    def let_go(self, values: Collection[Any]) -> None:
+    def let_go(self, values: Collection[object]) -> None:
         """As if the program had dropped these."""
         for value in values:
             if isinstance(value, Optimizer):
@@ -543,8 +546,11 @@ class Job:
     def pull_optimizer(self, optimizer: Optimizer) -> None:
         """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
         self.pull_options([optimizer])
-        state: Any = optimizer.state
-        state.refresh() if CoordinatorState.keeps(optimizer) else self._keep_state(optimizer, is_current=False)
+        state: object = optimizer.state
+        if isinstance(state, RemoteOptimizerState) and CoordinatorState.keeps(optimizer):
+            state.refresh()
+        else:
+            self._keep_state(optimizer, is_current=False)
 
     def push_optimizer(self, optimizer: Optimizer) -> None:
         """Give the servers the state that the coordinator's object holds: none, where it holds none."""

@@ -299,7 +299,7 @@ class WorkerCalls:
         try:
             return self._job.endpoint.call(peer, method, payload, timeout_seconds=_UNLIMITED_SECONDS)
         except Exception as error:  # whatever it is, it is the functions' error, and not that of who happens to send
-            failed: Future[Any] = Future()
+            failed: Future[object] = Future()
             failed.set_exception(error)
             return failed
 

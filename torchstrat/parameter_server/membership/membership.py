@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from torchstrat.core.errors import (
     AuthenticationError,
@@ -49,6 +49,8 @@ from torchstrat.parameter_server.membership.handshake import (
     shake_hands,
 )
 from torchstrat.parameter_server.transport.auth import derive_key
+
+_About = TypeVar("_About")
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
@@ -380,7 +382,7 @@ class Rendezvous:
         if tells:
             self._call_back(self._on_left, peer, reason)
 
-    def _call_back(self, callback: Callable[[Peer, Any], None], peer: Peer, about: object) -> None:
+    def _call_back(self, callback: Callable[[Peer, _About], None], peer: Peer, about: _About) -> None:
         with self._callbacks:
             self._calling_back = threading.get_ident()
             try:

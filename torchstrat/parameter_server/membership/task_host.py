@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torchstrat.core.errors import (
     AuthenticationError,
@@ -175,7 +175,7 @@ class TaskHost:
         self._session: _Session | None = None
         self._last_coordinator: Peer | None = None
         self._ending = False
-        self._dialing: Any = None
+        self._dialing: socket.socket | None = None
         self._stop_dialing = threading.Event()
         self._code = EXIT_FAILED
         self._dialer = threading.Thread(target=self._dial_forever, name=f"{task} dials", daemon=True)

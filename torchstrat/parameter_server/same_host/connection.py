@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -305,8 +305,8 @@ def timed_out(peer: Peer, method: str, seconds: float) -> PeerTimeoutError:
     )
 
 
-def _raising(error: Exception) -> Callable[[], Any]:
-    def fail() -> object:
+def _raising(error: Exception) -> Callable[[], NoReturn]:
+    def fail() -> NoReturn:
         raise error
 
     return fail

@@ -287,14 +287,14 @@ class ResultUnpickler(ClassesHere, ObjectUnpickler):
 class PartOfModule(types.ModuleType):
     """The part of an importable module that the functions use which travel with it."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"module {self.__name__!r} holds captured objects, so the functions that use it travelled with the part "
             f"of it that they name, and {name!r} is not in that part. Name it in the function as "
             f"{self.__name__}.{name}, or import it inside the function."
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return importlib.import_module, (self.__name__,)
 
 

@@ -71,36 +71,7 @@ def _quick_switches() -> Iterator[None]:
 
 
 class VariableServer:
-    """A `Service`. Messages and their payloads are those of `VariableStore`'s methods:
-
-    ==========================  =========================================  ===================================
-    ``ps.create``               sequence of `NewShard`                     None
-    ``ps.add_optimizer``        `NewOptimizer`                             None
-    ``ps.release``              `Dropped`                                  None
-    ``ps.read``                 sequence of `ShardKey`                     list of tensors
-    ``ps.read_rows``            sequence of `RowsRequest`                  list of tensors
-    ``ps.push``                 `Push`                                     `PushReply`
-    ``ps.fence``                a worker's incarnation                     None, when none of its pushes is at work
-    ``ps.forget_below``         id of a function                           None
-    ``ps.grow``                 `NewRows`                                  None
-    ``ps.repeat``               list of `RepeatedOps`                      None
-    ``ps.applied_parts``        id of a function                           push → `AppliedPart`
-    ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
-    ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
-    ``ps.optimizer_options``    (optimizer, by group, places)              `StepsHaveSet`
-    ``ps.load_optimizer_options``  (optimizer, by group, places)           None
-    ``ps.begin_checkpoint``     token                                      `CutReport`
-    ``ps.write_checkpoint``     `WriteOrder`                               `WriteReport`
-    ``ps.end_checkpoint``       token                                      None
-    ``ps.read_checkpoint``      `ReadOrder`                                None
-    ``ps.adopt_checkpoint``     `AdoptOrder`                               None
-    ``ps.reset``                None                                       None
-    ``ps.left_gradients``       numbers of variables                       those with gradients for steps
-    ``ps.take_conflicts``       None                                       variables, see `VariableStore.take_conflicts`
-    ``ps.catalog``              None                                       plain data, see `VariableStore.catalog`
-    ``ps.add_peer``             `Peer` that will call                      None
-    ``ps.use_default_dtype``    the program's default dtype                None
-    ==========================  =========================================  ===================================
+    """A `Service`: messages are those of `VariableStore`'s methods of these names, payloads their arguments.
 
     Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once; reads and
     pushes of processes of the same host on a thread per process. Short orders of the coordinator (fence, forget,

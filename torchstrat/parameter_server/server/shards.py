@@ -15,7 +15,7 @@ import json
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -49,12 +49,18 @@ def describe_optimizer(number: int, name: str, groups: Sequence[Sequence[int]], 
 
 def make_catalog(variables: Iterable[dict[str, object]], optimizers: Iterable[dict[str, object]]) -> dict[str, object]:
     """``{"variables", "optimizers", "digest"}``; equal contents have equal digests, in any process."""
-    content: dict[str, Any] = {
-        "variables": sorted(variables, key=lambda described: described["number"]),
-        "optimizers": sorted(optimizers, key=lambda described: described["number"]),
+    content: dict[str, object] = {
+        "variables": sorted(variables, key=_number_of),
+        "optimizers": sorted(optimizers, key=_number_of),
     }
     packed = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return {**content, "digest": hashlib.sha256(packed.encode()).hexdigest()}
+
+
+def _number_of(described: Mapping[str, object]) -> int:
+    number = described["number"]
+    assert isinstance(number, int)
+    return number
 
 
 Gradient = tuple[torch.Tensor | None, torch.Tensor]
@@ -242,10 +248,9 @@ class HeldShards:
     def drop_states(self, optimizers: Collection[int]) -> None:
         """The state that these optimizers have."""
         for variable in self._variables.values():
-            tables: tuple[dict[tuple[int, int], Any], ...] = (variable.states, variable.row_states)
-            for table in tables:
-                for slot in [slot for slot in table if slot[0] in optimizers]:
-                    del table[slot]
+            for slot in {slot for slot in (*variable.states, *variable.row_states) if slot[0] in optimizers}:
+                variable.states.pop(slot, None)
+                variable.row_states.pop(slot, None)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
