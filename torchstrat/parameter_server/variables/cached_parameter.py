@@ -12,8 +12,10 @@ whoever holds it: a parameter, and its gradient.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -76,7 +78,7 @@ class Servers(Protocol):
     def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
         """The servers do this to their values."""
 
-    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> Any:
+    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
         """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
 
 
@@ -98,26 +100,27 @@ class NoServers:
     def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
         raise AssertionError("there are no servers to write to")
 
-    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> Any:
+    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
         return call()
 
 
-_GRAD: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data
-_SET: Any = torch.Tensor.set_
-_AS_SUBCLASS: Any = torch.Tensor.as_subclass
+GRAD: types.GetSetDescriptorType = inspect.getattr_static(torch.Tensor, "grad")
+DATA: types.GetSetDescriptorType = inspect.getattr_static(torch.Tensor, "data")
+"""As the class has them: to read and set what a class that asks has in the places of them."""
+_SET: Callable[..., object] = torch.Tensor.set_
+_AS_SUBCLASS: Callable[..., object] = torch.Tensor.as_subclass
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """``memory``, of any number of rows, takes the place of what ``tensor`` has."""
     with DisableTorchFunctionSubclass():
-        _DATA.__set__(tensor, memory)
+        DATA.__set__(tensor, memory)
 
 
 def grow_gradient(parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
     """A gradient that is left is nothing of the new rows: it may still be added to, or set to zero."""
     with torch.no_grad(), DisableTorchFunctionSubclass():
-        gradient = _GRAD.__get__(parameter)
+        gradient = GRAD.__get__(parameter)
         if gradient is None or tuple(gradient.shape) == shape:
             return
         if gradient.layout == torch.sparse_coo:
@@ -131,7 +134,7 @@ def grow_gradient(parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
         else:
             grown = gradient.new_zeros(shape)
             grown[: len(gradient)] = gradient
-        _DATA.__set__(gradient, grown)
+        DATA.__set__(gradient, grown)
 
 
 class Holder(Protocol):
@@ -148,7 +151,7 @@ class Holder(Protocol):
     def require_value(self) -> None:
         """Raise where the memory has no value that could be read."""
 
-    def call(self, call: TensorCall) -> Any:
+    def call(self, call: TensorCall) -> object:
         """Its result, when the tensors that it reads are current."""
 
     def read(self, alias: Alias) -> None:
@@ -160,7 +163,7 @@ class TensorCall:
 
     __slots__ = ("aliases", "args", "func", "kwargs")
 
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         found = (_aliases.get(id(one)) for one in tensors_in((args, kwargs)) if isinstance(one, CachedTensor))
         self.aliases = [alias for alias in found if alias is not None]
@@ -170,7 +173,7 @@ class TensorCall:
             return self.func(*self.args, **self.kwargs)
 
     @property
-    def holders(self) -> list[Any]:
+    def holders(self) -> list[Holder]:
         return list({id(alias.holder): alias.holder for alias in self.aliases}.values())
 
     @property
@@ -182,7 +185,7 @@ class TensorCall:
     @property
     def hands_out(self) -> bool:
         """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
-        return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (_DATA.__get__, _DATA_SET, _SET)
+        return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (DATA.__get__, _DATA_SET, _SET)
 
 
 def shares_memory(name: str, other: str) -> UnsupportedError:
@@ -209,7 +212,13 @@ def no_longer_one(name: str) -> UnsupportedError:
     )
 
 
-def require_own_memory(call: TensorCall, copies: Iterable[Any]) -> None:
+class _Copy(Protocol):
+    spec: VariableSpec
+
+    def tensor(self) -> torch.Tensor | None: ...
+
+
+def require_own_memory(call: TensorCall, copies: Iterable[_Copy]) -> None:
     """Before a call that may give a variable other memory: it is not to be that of another one."""
     memory = call.args[1] if call.func in (_DATA_SET, _SET) and len(call.args) > 1 else None
     if not isinstance(memory, torch.Tensor):
@@ -241,7 +250,7 @@ _aliases: dict[int, Alias] = {}
 
 
 @_torch_private.uncompiled
-def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
     if func in _REGISTERS_HOOK and isinstance(args[0], nn.Parameter):
         raise UnsupportedError(
@@ -294,15 +303,19 @@ class CachedTensor:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return _ask(func, args, kwargs or {})
 
-    def set_(self, *args: object, **kwargs: object) -> Any:
+    def set_(self, *args: object, **kwargs: object) -> object:
         """PyTorch makes this without asking, and the next. Assigning to a weight under a parametrization does it."""
         return _ask(_SET, (self, *args), kwargs)
 
-    def as_subclass(self, *args: object, **kwargs: object) -> Any:
+    def as_subclass(self, *args: object, **kwargs: object) -> object:
         return _ask(_AS_SUBCLASS, (self, *args), kwargs)
 
     def _read(self) -> torch.Tensor:
@@ -340,7 +353,7 @@ _classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
 
 def can_ask(tensor: torch.Tensor) -> bool:
     """Whether its class leaves room: not one that PyTorch asks already, and for another reason."""
-    kind: Any = type(tensor)
+    kind = type(tensor)
     return getattr(kind.__torch_function__, "__func__", kind.__torch_function__) in _ORDINARY
 
 
@@ -349,11 +362,11 @@ _ORDINARY = frozenset(
 )
 
 
-def let_ask(tensor: Any, holder: Holder, unread: int | None = None) -> None:
+def let_ask(tensor: torch.Tensor, holder: Holder, unread: int | None = None) -> None:
     """From now on ``tensor`` asks ``holder``."""
     kind = type(tensor)
     if kind not in _classes:
-        made: Any = type(kind)
+        made: Callable[..., type[torch.Tensor]] = type(kind)
         _classes[kind] = made(kind.__name__, (CachedTensor, kind), {"__module__": kind.__module__})
     _aliases[id(tensor)] = Alias(tensor, holder, unread)
     tensor.__class__ = _classes[kind]
@@ -362,7 +375,7 @@ def let_ask(tensor: Any, holder: Holder, unread: int | None = None) -> None:
 def let_alone(tensor: torch.Tensor) -> None:
     """It is an ordinary tensor again, with the values that it has."""
     if isinstance(tensor, CachedTensor):
-        cast(Any, tensor).__class__ = _own_class(tensor)
+        tensor.__class__ = _own_class(tensor)
         _aliases.pop(id(tensor), None)
 
 
@@ -418,7 +431,7 @@ def _targets(func: Callable[..., object], args: tuple[object, ...], kwargs: dict
     return kwargs.get("out")
 
 
-def _by_norm(input: object, running_mean: object, running_var: object, *rest: object, **kwargs: object) -> Any:  # noqa: A002
+def _by_norm(input: object, running_mean: object, running_var: object, *rest: object, **kwargs: object) -> object:  # noqa: A002
     is_training = kwargs.get("training", rest[2] if len(rest) > 2 else False)
     return (running_mean, running_var) if is_training else None
 
@@ -472,7 +485,7 @@ _IN_PLACE = frozenset(
         ]
     }
 )
-_DATA_SET = _DATA.__set__
+_DATA_SET = DATA.__set__
 _HANDS_OUT = frozenset({"numpy", "__array__", "as_subclass", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
 """By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
 to code that changes it without leaving a trace in ``_version``, or does so itself."""

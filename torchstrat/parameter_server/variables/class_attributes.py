@@ -11,7 +11,6 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
 
 from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes
 from torchstrat.parameter_server.serialization.closure_walk import is_installed, is_library
@@ -28,11 +27,11 @@ class _Known:
         self._values = _fixed_members(kind)
         self.set: dict[str, SetAttribute] = {}
         self.size = -1
-        self.values_of: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None
-        self._last: tuple[Any, ...] = ()
+        self.values_of: Callable[[Mapping[str, object]], tuple[object, ...]] | None = None
+        self._last: tuple[object, ...] = ()
         self._changes = 0
 
-    def changes(self, members: Mapping[str, Any]) -> int:
+    def changes(self, members: Mapping[str, object]) -> int:
         """Another number when an attribute was set since, added or deleted. ``members``: of the class."""
         try:
             values = self.values_of(members) if self.values_of is not None and len(members) == self.size else None
@@ -45,7 +44,7 @@ class _Known:
             self._changes += 1
         return self._changes
 
-    def _learn(self, members: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _learn(self, members: Mapping[str, object]) -> tuple[object, ...]:
         names = [name for name, value in members.items() if not name.startswith("__") and _is_data(value)]
         self.size = len(members)
         self.values_of = operator.itemgetter("__module__", *names) if names else None  # of two at least: a tuple
@@ -65,11 +64,11 @@ def _is_data(value: object) -> bool:
     return not callable(value) and not hasattr(type(value), "__get__")
 
 
-def _fixed_members(kind: type) -> dict[str, Any]:
+def _fixed_members(kind: type) -> dict[str, object]:
     return {name: value for name, value in vars(kind).items() if is_fixed(value) and not name.startswith("__")}
 
 
-_NOTHING: Mapping[str, Any] = {}
+_NOTHING: Mapping[str, object] = {}
 _known: dict[int, _Known] = {}
 """By the ``id`` of the class. Of the process: another job's workers are to have what was set in this one."""
 
@@ -112,11 +111,11 @@ def set_on(owner: object) -> SetAttributes:
 # -- on workers and servers -------------------------------------------------------------------------------------------
 
 
-_taken: MutableMapping[type, dict[str, tuple[int, Any]]] = weakref.WeakKeyDictionary()
+_taken: MutableMapping[type, dict[str, tuple[int, object]]] = weakref.WeakKeyDictionary()
 """When what was set here was set on the coordinator, and what there was before."""
 
 
-def put(owner: Any, attributes: SetAttributes) -> Iterator[tuple[str, SetAttribute]]:
+def put(owner: object, attributes: SetAttributes) -> Iterator[tuple[str, SetAttribute]]:
     """Set what was set on the classes of ``owner``; gives the rest, which is its own."""
     for key, one in attributes.items():
         if isinstance(key, str):

@@ -20,7 +20,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -83,7 +82,7 @@ class CoordinatorCache:
     def replace(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """The program has put these in the places of what stood for variables: they are to be the values. One that has
         stood for another variable gets that one's value before."""
-        moved: list[Any] = [alias.holder for one in tensors.values() if (alias := alias_of(one)) is not None]
+        moved = _copies_among(alias for one in tensors.values() if (alias := alias_of(one)) is not None)
         if behind := [copy for copy in moved if not self.is_current(copy)]:
             self.bring(behind)
         specs = {number: self._copies[number].spec for number in tensors}
@@ -149,7 +148,8 @@ class CoordinatorCache:
         """Whether the memory may be read by a tensor. While functions run: once, and not after one has ended."""
         if alias is None:
             return False
-        copy: Any = alias.holder
+        copy = alias.holder
+        assert isinstance(copy, CachedVariable)
         return (
             copy.is_meta
             or copy.tensor() is None
@@ -237,7 +237,7 @@ class CoordinatorCache:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def write(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+    def write(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         """Make a call that changes some of these in place."""
         if not all(map(self.is_current, copies)) and not self.functions.num_unfinished:
             self.bring(copies)
@@ -246,14 +246,14 @@ class CoordinatorCache:
         self._require_here(copies)
         return self._servers.attempt(lambda: self._write_now(copies, call), lambda: self._write_in_vain(copies, call))
 
-    def _run(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+    def _run(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         if call.hands_out:  # before it does: what it changes is found by what there was
             require_own_memory(call, self._copies.values())
             for copy in copies:
                 self.hand_out(copy)
         return call.run()
 
-    def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+    def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         names = ", ".join(copy.spec.name for copy in copies)
         with self.alone(f"writing {names} on the coordinator"):
             self._pull(copies)
@@ -270,13 +270,13 @@ class CoordinatorCache:
             self._assign(written)
             return result
 
-    def _write_in_vain(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+    def _write_in_vain(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         """All servers went back to a checkpoint: what was written just before is lost with the rest."""
         result = call.run()
         self._put_back(copies)
         return result
 
-    def write_without_values(self, copy: CachedVariable, call: TensorCall) -> Any:
+    def write_without_values(self, copy: CachedVariable, call: TensorCall) -> object:
         """Make a call that changes a table on ``meta``, of which only the servers have values."""
         self._require_here([copy])
         tensor = copy.tensor()
@@ -533,9 +533,8 @@ class CachedVariable:
         )
 
     def _bring(self, cache: CoordinatorCache, aliases: Sequence[Alias]) -> None:
-        behind: dict[int, Any] = {id(alias.holder): alias.holder for alias in aliases if not cache.is_fresh(alias)}
-        if behind:
-            cache.bring(list(behind.values()))
+        if behind := _copies_among(alias for alias in aliases if not cache.is_fresh(alias)):
+            cache.bring(behind)
         for alias in aliases:
             alias.unread = None
 
@@ -558,12 +557,12 @@ class CachedVariable:
                 "be read any more. Call strategy.extended.pull() before, or restore a checkpoint."
             )
 
-    def call(self, call: TensorCall) -> Any:
+    def call(self, call: TensorCall) -> object:
         cache = self._cache()
         if cache is None:
             return call.run()
         # What is left of a variable that the program has dropped is an ordinary tensor, with its last values.
-        copies = [copy for copy in call.holders if copy.tensor() is not None]
+        copies = [copy for copy in _copies_among(call.aliases) if copy.tensor() is not None]
         if not copies:
             return call.run()
         on_meta = [copy for copy in copies if copy.is_meta]
@@ -599,3 +598,9 @@ class CachedVariable:
         with DisableTorchFunctionSubclass():
             for one in aliases_in(result, tensor):
                 let_ask(one, self, self.readings)
+
+
+def _copies_among(aliases: Iterable[Alias]) -> list[CachedVariable]:
+    """Those whose memory these show, each once."""
+    holders = {id(alias.holder): alias.holder for alias in aliases}
+    return [holder for holder in holders.values() if isinstance(holder, CachedVariable)]

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -83,7 +83,7 @@ class CacheServers:
             orders[shard.server].append(RepeatedOps((spec.number, number), recipe, seed))
         self._job.servers.ask("ps.repeat", orders)
 
-    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> Any:
+    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
         return self._job.servers.attempt(call, after_restore)
 
 
@@ -110,10 +110,9 @@ class CoordinatorState:
 
     @classmethod
     def attach(cls, job: _Job, optimizer: Optimizer, *, is_current: bool) -> None:
-        state: Any = optimizer.state
         if cls.keeps(optimizer):
             cls.of(optimizer).read_at = job.cache.now() if is_current else None
-            state.note()
+            _remote_state(optimizer).note()
         else:
             keeper = cls(job, optimizer, is_current=is_current)
             optimizer.state = RemoteOptimizerState(keeper, cls.held(optimizer))
@@ -121,14 +120,13 @@ class CoordinatorState:
     @classmethod
     def keeps(cls, optimizer: Optimizer) -> bool:
         """Whether its state is the servers'. That of another optimizer, which the program has given it, is like any."""
-        keeper: Any = getattr(optimizer.state, "keeper", None)
-        return keeper is not None and keeper.reference() is optimizer
+        keeper = getattr(optimizer.state, "keeper", None)
+        return isinstance(keeper, CoordinatorState) and keeper.reference() is optimizer
 
     @classmethod
     def held(cls, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
         """What its state holds, as it was read last if it is the servers'."""
-        state: Any = optimizer.state
-        return dict(dict.items(state) if cls.keeps(optimizer) else state.items())
+        return dict(dict.items(optimizer.state) if cls.keeps(optimizer) else optimizer.state.items())
 
     @staticmethod
     def expire(optimizer: Optimizer) -> None:
@@ -139,15 +137,15 @@ class CoordinatorState:
             state.note()
 
     @staticmethod
-    def detach(optimizer: Any) -> None:
+    def detach(optimizer: Optimizer) -> None:
         """It is an ordinary optimizer again, with the state that it holds."""
         if isinstance(getattr(optimizer, "state", None), RemoteOptimizerState):
             optimizer.state = defaultdict(dict, dict.items(optimizer.state))
 
     @staticmethod
     def of(optimizer: Optimizer) -> CoordinatorState:
-        state: Any = optimizer.state
-        keeper: CoordinatorState = state.keeper
+        keeper = _remote_state(optimizer).keeper
+        assert isinstance(keeper, CoordinatorState)
         return keeper
 
     # -- StateKeeper ------------------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ class CoordinatorState:
     def push_changed(self) -> None:
         """Send what was changed in place, in tensors or entries that were read. Raises `InvalidArgumentError` where
         functions have run since."""
-        state: Any = self._optimizer.state
+        state = _remote_state(self._optimizer)
         if not state.is_changed():
             return
         if self.is_current() and not self._job.cache.now()[1]:
@@ -195,6 +193,12 @@ class CoordinatorState:
             "read before functions ran which may have changed it since. What was written is given up. Call "
             "coordinator.join(), take optimizer.state[parameter] anew, and change that."
         )
+
+
+def _remote_state(optimizer: Optimizer) -> RemoteOptimizerState:
+    state: object = optimizer.state
+    assert isinstance(state, RemoteOptimizerState)
+    return state
 
 
 class CoordinatorSteps:
@@ -230,7 +234,7 @@ class CoordinatorSteps:
             )
 
 
-Initialiser = Callable[[torch.Tensor], Any]
+Initialiser = Callable[[torch.Tensor], object]
 
 
 def grow(job: _Job, registry: VariableRegistry, weight: torch.Tensor, rows: int, init: Initialiser | None) -> None:
@@ -319,9 +323,9 @@ def _new_rows(job: _Job, weight: torch.Tensor, spec: VariableSpec, rows: int, in
         if weight.is_meta:
             return NewRows(grown, None, recipe_by(init, shape, weight, spec.shape[0]), seed)
         with torch.no_grad():
-            value = torch.zeros(shape, dtype=spec.dtype, device="cpu")
-            made = init(value)
-    value = value if made is None else made
+            zeros = torch.zeros(shape, dtype=spec.dtype, device="cpu")
+            made = init(zeros)
+    value: object = zeros if made is None else made
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != spec.dtype:
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise InvalidArgumentError(

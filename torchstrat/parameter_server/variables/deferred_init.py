@@ -131,7 +131,7 @@ class RecordInitialisers(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         # Drawing on meta does nothing, and torch's way of doing it imports its compiler.
         draws = schema_of(func).name in _DRAWN_IN_PLACE and args[0].is_meta
@@ -182,7 +182,9 @@ def recipe_of_more(tensor: torch.Tensor, name: str) -> tuple[InitialOp, ...]:
     return tuple(op for noted in recorded.ops for op in _as_ops(noted, tensor, name))
 
 
-def recipe_by(init: Callable[[torch.Tensor], object], shape: Sequence[int], like: torch.Tensor, first: int) -> Any:
+def recipe_by(
+    init: Callable[[torch.Tensor], object], shape: Sequence[int], like: torch.Tensor, first: int
+) -> tuple[InitialOp, ...]:
     """The recipe of what ``init`` does to ``shape`` rows on ``meta``, which are those from ``first`` on."""
     with RecordInitialisers():  # type: ignore[no-untyped-call]
         rows = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
@@ -271,7 +273,9 @@ def _draw_block(recipe: Sequence[InitialOp], block: torch.Tensor, seed: int, fir
                 continue
             target = block[op.row - first_row]
         random: dict[str, object] = {"generator": generator} if op.name in _DRAWS - {"fill_", "zero_"} else {}
-        operator: Any = nn.init.trunc_normal_ if op.name == "trunc_normal_" else getattr(torch.ops.aten, op.name)
+        operator: Callable[..., object] = (
+            nn.init.trunc_normal_ if op.name == "trunc_normal_" else getattr(torch.ops.aten, op.name)
+        )
         operator(target, *op.args, **op.kwargs, **random)
     return block
 
@@ -424,7 +428,7 @@ class _NoteSkipped(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if result is True and func == _ASKS_IS_META:
             caller = sys._getframe(1)

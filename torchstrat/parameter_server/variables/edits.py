@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.autograd.graph import increment_version
 
 from torchstrat.core.tensor_bytes import bytes_of
@@ -115,6 +115,6 @@ def put_rows(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None
         increment_version(table)  # PyTorch has not seen it
 
 
-def _as_bytes(tensor: torch.Tensor, size: int) -> Any:
+def _as_bytes(tensor: torch.Tensor, size: int) -> NDArray[np.void]:
     """``(rows,)`` of elements of ``size`` bytes, in the same memory."""
     return bytes_of(tensor).numpy().view(f"V{size}")

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.core._torch_private import (
@@ -33,6 +32,7 @@ from torchstrat.core._torch_private import (
     hooks_after_accumulation,
     hooks_before_forward,
     hooks_on_gradient,
+    next_hook_id,
     optimizers_without_compiler,
     own_buffers,
     own_children,
@@ -51,6 +51,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
+from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables import class_attributes
 from torchstrat.parameter_server.variables.cached_parameter import Alias, TensorCall, let_ask
@@ -76,7 +77,7 @@ def names_of(object_: nn.Module | Optimizer) -> list[str]:
     return [name for name in object_.__dict__ if name not in usual]
 
 
-def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, Any]:
+def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, object]:
     """Those of its attributes that are numbers, strings, or tuples of such."""
     members = object_.__dict__
     return {name: members[name] for name in names_of(object_) if is_fixed(members[name])}
@@ -107,7 +108,7 @@ class _Known(NamedTuple):
     owner: weakref.ref[nn.Module | Optimizer]
     size: int
     """Of its dictionary."""
-    values_of: Callable[[dict[str, Any]], object]
+    values_of: Callable[[dict[str, object]], object]
 
 
 class PlainAttributes:
@@ -118,7 +119,9 @@ class PlainAttributes:
         self._known: dict[int, _Known] = {}
         # By identity: a variable in shards is a module, and compares as its values do.
         self._sent: MutableMapping[nn.Module | Optimizer, dict[str, object]] = WeakIdKeyDictionary()
-        self._set: MutableMapping[nn.Module | Optimizer, dict[str, SetAttribute]] = WeakIdKeyDictionary()
+        self._set: MutableMapping[nn.Module | Optimizer, dict[str | tuple[int, str], SetAttribute]] = (
+            WeakIdKeyDictionary()
+        )
         self._has_warned = False
 
     def mark(self, owner: nn.Module | Optimizer) -> object:
@@ -175,7 +178,10 @@ class PlainAttributes:
                 for name in sent.keys() - vars(owner).keys():
                     del sent[name]
                     self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), Gone.GONE)
-            now: dict[Any, SetAttribute] = {**self._set.get(owner, {}), **class_attributes.set_on(owner)}
+            now: dict[str | tuple[int, str], SetAttribute] = {
+                **self._set.get(owner, {}),
+                **class_attributes.set_on(owner),
+            }
             if now or owner in self._set:
                 found[ATTRIBUTES, token] = now
         return found
@@ -185,7 +191,7 @@ class PlainAttributes:
             for name in names_of(owner):
                 _watch_derived(owner, name)
 
-    def take(self, owner: Optimizer, values: Mapping[str, Any]) -> None:
+    def take(self, owner: Optimizer, values: Mapping[str, object]) -> None:
         """What its steps have set, on a server. What the program has set since it was last looked at stays, and goes
         there with the next function."""
         self.note(owner)
@@ -211,7 +217,7 @@ def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
     return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(hooks_before_forward(owner))
 
 
-def _kept(value: object) -> Any:
+def _kept(value: object) -> object:
     """To be compared with later ones: 1 is another number than 1.0."""
     return (type(value), value) if is_fixed(value) else _mark_of(value)
 
@@ -253,9 +259,9 @@ class Members(NamedTuple):
 
     parameters: Mapping[str, VariableSpec | None]
     buffers: Mapping[str, VariableSpec | None]
-    children: Mapping[str, Any]
+    children: Mapping[str, object]
     not_saved: frozenset[str]
-    hooks: Any
+    hooks: Packed
 
 
 class ModuleStructure:
@@ -263,7 +269,7 @@ class ModuleStructure:
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[weakref.ref[nn.Module], list[object]]] = {}
-        self._changed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+        self._changed: weakref.WeakKeyDictionary[nn.Module, tuple[object, Packed | None]] = weakref.WeakKeyDictionary()
         """With the marks of its hooks, and these in a `Packed`."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._kinds: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()  # when they were sent
@@ -289,8 +295,7 @@ class ModuleStructure:
 
     def mark(self) -> list[object]:
         """Equal ones: no hook was registered, or removed, on any module."""
-        handle: Any = RemovableHandle
-        return [handle.next_id, len(self._hooked), *(mark for module in self._hooked for mark in _hook_marks(module))]
+        return [next_hook_id(), len(self._hooked), *(mark for module in self._hooked for mark in _hook_marks(module))]
 
     def changed(
         self,
@@ -300,7 +305,7 @@ class ModuleStructure:
         """The modules that have changed since they were sent, with what they have now."""
         for module, (marks, hooks) in list(self._changed.items()):
             now = [type(module), _hook_marks(module)]
-            if marks != now:
+            if hooks is None or marks != now:
                 tables = {name: dict(vars(module)[name]) for name in _hook_tables(module)}
                 kind = type(module) if module in self._other_kind else None
                 hooks = pack((kind, tables), catalog, what=f"the hooks of {type(module).__name__}")
@@ -318,7 +323,7 @@ class ModuleStructure:
             yield (MEMBERS, catalog.token_of(module)), members
 
 
-def _forget(known: dict[int, Any], key: int, _: object) -> None:
+def _forget(known: dict[int, tuple[weakref.ref[nn.Module], list[object]]], key: int, _: object) -> None:
     known.pop(key, None)
 
 

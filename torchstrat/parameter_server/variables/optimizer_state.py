@@ -15,7 +15,7 @@ import itertools
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -47,7 +47,7 @@ class StateKeeper(Protocol):
         """``make()``, which changes entries of ``state``; or an error, where that is not done here."""
 
 
-class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]):
+class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, object]]):
     """``optimizer.state``: parameter → its state, as the servers have it. What it holds beside that is what was read
     last; ``dict.items(state)`` gives that without asking."""
 
@@ -96,7 +96,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
         if self._checksums is None:
             self._checksums = _checksums(self)
 
-    def __getitem__(self, tensor: torch.Tensor) -> dict[str, Any]:
+    def __getitem__(self, tensor: torch.Tensor) -> dict[str, object]:
         """An empty entry for a parameter without state, as everywhere; that changes nothing."""
         self._fill()
         if not dict.__contains__(self, tensor):
@@ -107,7 +107,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
         """Never waits for a server: debuggers and loggers call it."""
         return repr(dict(dict.items(self))) if self.keeper.is_current() else "<optimizer state on parameter servers>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         self._fill()
         return collections.defaultdict, (dict, dict(dict.items(self)))
 
@@ -119,7 +119,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
         return collections.defaultdict(dict, dict(dict.items(self)))
 
 
-def _reading(name: str) -> Callable[..., Any]:
+def _reading(name: str) -> Callable[..., object]:
     method = getattr(collections.defaultdict, name)
 
     def read(self: RemoteOptimizerState, *args: object, **kwargs: object) -> object:
@@ -233,7 +233,7 @@ _FLAGS_OF_TORCH = frozenset({"_need_device_dtype_check_for_fused", "_warned_capt
 """Attributes that torch's own optimizers set in a step, and that are no state."""
 
 Shape = tuple[int, ...]
-_answers: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, Gradients]] = weakref.WeakKeyDictionary()
+_answers: weakref.WeakKeyDictionary[type[Optimizer], dict[object, Gradients]] = weakref.WeakKeyDictionary()
 
 
 class Kinds:
@@ -277,7 +277,7 @@ class Kinds:
         return Kind(Tier.ROWS, _one(check_word(optimizer, shape) for shape in sorted(shapes or {(6,)})))
 
 
-def _one(found: Any) -> Gradients:
+def _one(found: Iterable[Gradients]) -> Gradients:
     answers = set(found)
     return answers.pop() if len(answers) == 1 else Gradients.BY_LAYOUT
 

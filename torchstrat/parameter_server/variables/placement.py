@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
@@ -85,7 +85,7 @@ def seed_of_variable(seed: int, spec: VariableSpec) -> int:
     return hash((seed, spec.number)) % 2**63
 
 
-def pieces(spec: VariableSpec, whole: torch.Tensor) -> list[Any]:
+def pieces(spec: VariableSpec, whole: torch.Tensor) -> list[torch.Tensor]:
     """``whole``, which has the variable's rows, cut into its shards (views)."""
     if not spec.shape:
         return [whole]

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -406,7 +406,7 @@ class CapturedVariables:
         rules = self._registry.buffer_rules.changes
         return len(self._specs), len(self._numbers), len(self._to_create), rules, self._growths
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[object]:
         """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
         found: list[object] = []
         with DisableTorchFunctionSubclass():
@@ -447,7 +447,7 @@ def as_they_are(group: Mapping[str, object]) -> dict[str, object]:
     return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
 
-def options_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Places]:
+def options_of(optimizer: Optimizer) -> tuple[list[dict[str, object]], Places]:
     """Hyperparameters by group, to be sent, and the places of those of optimizers that it wraps."""
     groups, places = groups_with_wrapped(optimizer)
     return [hyperparameters(as_they_are(group)) for group in groups], places

@@ -51,7 +51,7 @@ class ServerGroup:
         self._peers: dict[int, Peer] = {}
         self._lost: dict[int, str] = {}
         # `OnServerLoss.attempt`, where a coordinator calls them
-        self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
+        self.attempt: Callable[[Callable[[], object], Callable[[], object]], Any] = lambda call, after_restore: call()
 
     def asking(self, call: Callable[[], _Answer]) -> _Answer:
         """``call()``, once more where servers had to be restored before or in it; it has to be one that may be
@@ -110,7 +110,7 @@ class ServerGroup:
         futures = {index: self.send(index, method, payload, timeout_seconds) for index, payload in payloads.items()}
         return self.answers(method, futures)
 
-    def answers(self, method: str, futures: Mapping[int, Future[Any]]) -> dict[int, Any]:
+    def answers(self, method: str, futures: Mapping[int, Future[object]]) -> dict[int, object]:
         """Wait for what `send` has sent, to each server at most once. Raises as `ask` does."""
         concurrent.futures.wait(futures.values())
         return {index: self._result(index, method, future) for index, future in futures.items()}
@@ -127,19 +127,19 @@ class ServerGroup:
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
         on_written: Callable[[int], None] | None = None,
-    ) -> Future[Any]:
+    ) -> Future[object]:
         """Send one server its payload, without waiting. `answers` waits, and says which server is gone. ``into`` and
         ``on_written``: as `Endpoint.call`."""
         with self._lock:
             peer, lost = self._peers.get(index), self._lost.get(index)
         if peer is None or lost is not None:
-            failed: Future[Any] = Future()
+            failed: Future[object] = Future()
             failed.set_exception(PeerUnavailableError(lost or "it has not joined yet", peer))
             return failed
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         return self._endpoint.call(peer, method, payload, timeout_seconds=seconds, into=into, on_written=on_written)
 
-    def _result(self, index: int, method: str, future: Future[Any]) -> Any:
+    def _result(self, index: int, method: str, future: Future[object]) -> object:
         try:
             return future.result()
         except PeerUnavailableError as error:
@@ -179,7 +179,7 @@ class ValuesToCome:
         self._servers, self._method, self._values_in = servers, method, values_in
         self._where = {key: (server, n) for server, keys in wanted.items() for n, key in enumerate(keys)}
         self._places = places
-        self._futures: dict[int, Future[Any]] = {}
+        self._futures: dict[int, Future[object]] = {}
         self._answers: dict[int, Sequence[torch.Tensor]] = {}
         # Futures keep what they are to call. That must not be this object: it would keep the places, too, until Python
         # looks for cycles.
@@ -242,7 +242,7 @@ class ValuesToCome:
         server, number = self._where[key]
         return number < (self._news.count_of(server) or 0)
 
-    def _future_of(self, key: ShardKey) -> Future[Any]:
+    def _future_of(self, key: ShardKey) -> Future[object]:
         return self._futures[self._where[key][0]]
 
 
@@ -261,7 +261,7 @@ class _News:
             self._changed.notify_all()
         self._sign_of(server)
 
-    def answered(self, server: int, _: Future[Any]) -> None:
+    def answered(self, server: int, _: Future[object]) -> None:
         with self._changed:
             self._changed.notify_all()
         self._sign_of(server)
@@ -296,7 +296,7 @@ class Sender(Protocol):
     def next_push(self) -> tuple[int, int, str]:
         """(function, index, incarnation) of the push that is about to be sent."""
 
-    def check(self, index: int, parts: Mapping[int, Mapping[str, Any]], servers: ServerGroup) -> None:
+    def check(self, index: int, parts: Mapping[int, Mapping[str, object]], servers: ServerGroup) -> None:
         """Raise `RepeatedFunctionError` where this push must not be sent, by what servers have applied before."""
 
 
@@ -309,7 +309,7 @@ class CoordinatorSender:
     def next_push(self) -> tuple[int, int, str]:
         return COORDINATOR, 0, self._incarnation
 
-    def check(self, index: int, parts: Mapping[int, Mapping[str, Any]], servers: ServerGroup) -> None: ...
+    def check(self, index: int, parts: Mapping[int, Mapping[str, object]], servers: ServerGroup) -> None: ...
 
 
 class RowsToCome:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrat.core._torch_private import global_module_hooks, optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat.core._torch_private import global_module_hooks, next_hook_id, optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import is_listed, own_step, wrapped_by
 from torchstrat.parameter_server.messages import Token
@@ -46,10 +45,10 @@ def has_hooks(optimizer: Optimizer) -> bool:
     return any(tables_of(optimizer).values())
 
 
-def marks_of(optimizers: Sequence[Optimizer]) -> list[Any]:
+def marks_of(optimizers: Sequence[Optimizer]) -> list[object]:
     """Equal ones, as long as no hook was registered anywhere: nothing has changed. Every `schedule` asks."""
     counts = [len(table) for one in optimizers for name in _TABLES if (table := one.__dict__.get(name))]
-    steps = [id(one.__dict__.get("step")) for one in optimizers]
+    steps: list[object] = [id(one.__dict__.get("step")) for one in optimizers]
     return [counts, steps, *map(called_within, optimizers)] if counts else steps
 
 
@@ -81,7 +80,7 @@ def _look_for_step(kind: type, base: type) -> bool:
     return any("step" in names_in(code) for code in codes if code is not None)
 
 
-_may_step: Callable[[Any, Any], bool] = functools.lru_cache(1024)(_look_for_step)
+_may_step: Callable[[object, object], bool] = functools.lru_cache(1024)(_look_for_step)
 
 
 class _Refusing(NamedTuple):
@@ -98,14 +97,13 @@ class _Refusing(NamedTuple):
 
 
 _OF_TORCH = ("torch.", "torchstrat.")
-_handle: Any = RemovableHandle
 _found_none: object = None  # when the tables were looked at last; every `schedule` asks
 
 
 def require_no_global_hooks() -> None:
     """Raise `UnsupportedError` where the program has registered hooks on all modules or optimizers of this process."""
     global _found_none
-    now = _handle.next_id, len(optimizer_pre_hooks), len(optimizer_post_hooks)
+    now = next_hook_id(), len(optimizer_pre_hooks), len(optimizer_post_hooks)
     if now == _found_none:
         return
     tables = [("optimizers", table) for table in (optimizer_pre_hooks, optimizer_post_hooks)]
@@ -127,7 +125,7 @@ class StepHooks:
 
     def __init__(self) -> None:
         self._sent: MutableMapping[Optimizer, object] = WeakIdKeyDictionary()
-        self._changed: MutableMapping[Optimizer, tuple[Any, Packed]] = WeakIdKeyDictionary()
+        self._changed: MutableMapping[Optimizer, tuple[object, Packed]] = WeakIdKeyDictionary()
 
     def changed(self, catalog: Catalog, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Token, Packed]]:
         """Of those whose hooks are others than when they were here first, which is when they are sent, or that must

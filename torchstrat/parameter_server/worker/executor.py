@@ -177,7 +177,7 @@ class FunctionRun:
     def next_push(self) -> tuple[int, int, str]:
         return self.function, next(self._indices), self._incarnation
 
-    def check(self, index: int, parts: Mapping[int, Mapping[str, Any]], servers: ServerGroup) -> None:
+    def check(self, index: int, parts: Mapping[int, Mapping[str, object]], servers: ServerGroup) -> None:
         if self._is_repeated:
             if self._earlier is None:
                 self._earlier = EarlierRuns(self.function, servers.ask_all("ps.applied_parts", self.function))
@@ -230,7 +230,7 @@ class Executor:
         left: LeftGradients,
         number_of: Callable[[Optimizer], int | None],
         attributes_of: Callable[[int], SetAttributes],
-        is_captured: Callable[[Any], bool],
+        is_captured: Callable[[object], bool],
     ) -> None:
         self._left = left
         self._copies = copies
@@ -243,11 +243,13 @@ class Executor:
     def call(
         self,
         run: FunctionRun,
-        load: Callable[[], tuple[Callable[..., Any], tuple[object, ...], dict[str, Any], Iterable[object], set[int]]],
+        load: Callable[
+            [], tuple[Callable[..., object], tuple[object, ...], dict[str, object], Iterable[object], set[int]]
+        ],
         seed: int,
         *,
         rested: bool,
-    ) -> Any:
+    ) -> object:
         """Run one function and return what it returned.
 
         ``load()`` unpickles it: the function, its arguments, the captured objects that these are seen to reach, and
@@ -277,7 +279,7 @@ class Executor:
             self._stepped = self.steps.stepped
             return result
 
-    def _call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         self._left.begin()
         try:
             with self.steps, self._made:
@@ -347,7 +349,7 @@ class _Seeded:
             torch.default_generator.set_state(self._before)
 
 
-def _call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     try:
         return fn(*args, **kwargs)
     except StopIteration as end:

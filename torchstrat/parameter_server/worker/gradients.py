@@ -15,6 +15,8 @@ rows; for anything else the gradient becomes the dense one that it stands for: t
 from __future__ import annotations
 
 import contextlib
+import inspect
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -34,7 +36,8 @@ from torchstrat.core._torch_private import (
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_functions import methods, properties, tensors_in
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
-from torchstrat.parameter_server.worker.stand_ins import GRAD, WatchedParameter
+from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
 
 _ROWS = "_torchstrat_rows"
 """Attribute of a gradient that has become dense: which rows it had. The others take no part in a step by rows."""
@@ -48,13 +51,17 @@ class RowGradient(torch.Tensor):
     ordinary one: autograd adds to it, hands it on and drops it as it does those."""
 
     is_asked_first: ClassVar[bool] = True
-    table: weakref.ref[Any]
+    table: weakref.ref[object]
 
     @classmethod
     @_torch_private.uncompiled
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Any,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         # Who has a word to say of other operands comes first; tables are read below Python.
         if any(kind not in _SAY_NOTHING and not getattr(kind, "is_asked_below_python", False) for kind in types):
             return NotImplemented
@@ -100,7 +107,7 @@ def _as_computed(value: object, table: weakref.ref[Any]) -> object:
     return value
 
 
-def _as_on_one_device(value: Any, table: weakref.ref[Any]) -> Any:
+def _as_on_one_device(value: Any, table: weakref.ref[object]) -> object:
     """The same, and what has another form than the table's (a sum of each row) is dense, where its gradient is."""
     if isinstance(value, torch.Tensor):
         value = _as_computed(value, table)
@@ -174,7 +181,7 @@ def _values(gradient: RowGradient) -> torch.Tensor:
     return sparse_values(gradient)
 
 
-def _vector_norm(x: object, ord: object = 2, dim: object = None, *rest: object, **kwargs: object) -> Any:  # noqa: A002
+def _vector_norm(x: object, ord: object = 2, dim: object = None, *rest: object, **kwargs: object) -> object:  # noqa: A002
     by_rows = not rest and set(kwargs) <= {"dtype"} and dim is None and isinstance(ord, int | float) and ord > 0
     if type(x) is RowGradient and by_rows:
         values = x.coalesce().values()
@@ -188,7 +195,7 @@ def _foreach_norm(tensors: Any, *args: object, **kwargs: object) -> object:
     return [_vector_norm(one, *args, **kwargs) for one in tensors]
 
 
-def _clamp_(x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
+def _clamp_(x: Any, min: Any = None, max: Any = None) -> object:  # noqa: A002
     is_zero_kept = all(isinstance(end, int | float | None) for end in (min, max)) and (
         (min is None or min <= 0) and (max is None or max >= 0)
     )
@@ -211,13 +218,12 @@ def _reduced(gradient: RowGradient, protocol: object) -> object:
     return other.requires_grad_(gradient.requires_grad).__reduce_ex__(protocol)
 
 
-_IS_SPARSE: Any = torch.Tensor.is_sparse
-_LAYOUT: Any = torch.Tensor.layout
-_DATA: Any = torch.Tensor.data
-_RULES: Mapping[Any, Callable[..., Any]] = {
+_IS_SPARSE: types.GetSetDescriptorType = inspect.getattr_static(torch.Tensor, "is_sparse")
+_LAYOUT: types.GetSetDescriptorType = inspect.getattr_static(torch.Tensor, "layout")
+_RULES: Mapping[object, Callable[..., object]] = {
     _IS_SPARSE.__get__: _looks_sparse,
     _LAYOUT.__get__: _layout,
-    _DATA.__get__: _itself,
+    DATA.__get__: _itself,
     torch.Tensor.detach: _itself,
     torch.Tensor.clamp_: _clamp_,
     torch.Tensor.__reduce_ex__: _reduced,
@@ -239,14 +245,14 @@ _COPIES_OF_SPARSE = frozenset(
 _POWERS = frozenset({*methods("pow", "pow_", "__pow__", "__ipow__"), torch.pow})
 
 
-def _differs_for_sparse(func: Any, args: tuple[Any, ...], table: weakref.ref[Any]) -> bool:
+def _differs_for_sparse(func: object, args: tuple[object, ...], table: weakref.ref[object]) -> bool:
     """Whether PyTorch computes something else with a sparse tensor, and says nothing."""
     if func in _COPIES_OF_SPARSE:
         return not _asks_for_sparse(table)
     return func in _POWERS and not (len(args) > 1 and isinstance(args[1], int | float) and args[1] > 0)
 
 
-def _writes_to_list(func: object, args: tuple[Any, ...]) -> bool:
+def _writes_to_list(func: object, args: tuple[object, ...]) -> bool:
     """Whether it may stop half-way, with some of the operands written to."""
     name: str = getattr(func, "__name__", "")
     return (
@@ -454,8 +460,12 @@ class LeftGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func not in _ASKS_NO_VALUES:
             left: list[Any] = [tensor for tensor in tensors_in((args, kwargs)) if type(tensor) is LeftGradient]

@@ -89,7 +89,7 @@ def _note(module: nn.Module, name: str, tensor: object) -> None:
 class MadeMembers:
     """``with``: around one function, on its thread. ``is_captured``: whether a module is one of the coordinator's."""
 
-    def __init__(self, is_captured: Callable[[Any], bool], copies: Copies) -> None:
+    def __init__(self, is_captured: Callable[[object], bool], copies: Copies) -> None:
         self._is_captured, self._copies = is_captured, copies
         self._warned: set[tuple[type, str]] = set()
 
@@ -126,7 +126,7 @@ class MadeMembers:
 
 
 class _Here(threading.local):
-    before: Callable[[Optimizer, Any, Any], Any] | None = None
+    before: Callable[[Optimizer, object, object], object] | None = None
     left: LeftGradients | None = None
 
 
@@ -180,7 +180,7 @@ def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None])
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def told(self: object, *args: object, **kwargs: object) -> Any:
+    def told(self: object, *args: object, **kwargs: object) -> object:
         if _here.left is not None:
             tell(self, _here.left)
         return method(self, *args, **kwargs)
@@ -237,11 +237,11 @@ class RemoteSteps:
         self._access = access
         self._number_of = number_of
         self._attributes_of = attributes_of
-        self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
-        # has been imported, and once: it takes as long as ten of the smallest functions
+        self._uncompiled: Callable[[Optimizer, object, object], object] | None = None
+        """`before`; made when PyTorch's compiler has been imported, and once: that takes as long as ten functions."""
         self._last_hooks, self._last = LastHooks(), before_step(self._step)
         self._watched: list[Optimizer] = []
-        self._kept: list[tuple[Optimizer, Any]] = []  # of classes of the program's own, as a function begins
+        self._kept: list[tuple[Optimizer, object]] = []  # of classes of the program's own, as a function begins
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
         self._left = left
@@ -328,7 +328,7 @@ class RemoteSteps:
         specs = {tensor: spec for tensor in tensors if (spec := self._copies.spec_of(tensor)) is not None}
         return {} if number is None else read_state(self._access.servers, number, specs)
 
-    def before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
+    def before(self, optimizer: Optimizer, args: object, kwargs: object) -> object:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
         number = self._number_of(optimizer)
         if number is None:
@@ -438,7 +438,7 @@ class RemoteSteps:
             others = self._discards(self._left.take_cleared(None, self._number_of_variable))
         self._send(parts, others, None)
 
-    def _discards(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+    def _discards(self, numbers: Iterable[int]) -> dict[int, dict[str, object]]:
         """The parts of a push that lets go of what others have left of these variables."""
         by_server: dict[int, dict[int, None]] = defaultdict(dict)
         for number in numbers:
@@ -489,7 +489,7 @@ class _StateOnServers:
         )
         raise self._steps.refused
 
-    def change(self, state: RemoteOptimizerState, make: Callable[[], Any]) -> Any:
+    def change(self, state: RemoteOptimizerState, make: Callable[[], object]) -> Any:
         optimizer = self._optimizer()
         raise UnsupportedError(
             f"a scheduled function changes {type(optimizer).__name__}.state, which is on the parameter servers and "

@@ -205,13 +205,13 @@ class Settings:
             if token[0] == "helper":
                 self._forget(token[1])
 
-    def surround(self, fn: Callable[..., object]) -> Callable[..., Any]:
+    def surround(self, fn: Callable[..., object]) -> Callable[..., object]:
         """``fn`` within the blocks (``torch.no_grad()``, autocast) that the coordinator has scheduled it in."""
         surroundings = self._surroundings
         if surroundings == AS_A_THREAD_BEGINS:
             return fn
 
-        def call(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             with surroundings.in_force():
                 return fn(*args, **kwargs)
 
@@ -279,7 +279,7 @@ class Settings:
             )
 
 
-def _made(make: Callable[[Any], object], members: Mapping[str, object]) -> dict[str, Any]:
+def _made(make: Callable[[Any], object], members: Mapping[str, object]) -> dict[str, object]:
     return {name: None if one is None else make(one) for name, one in members.items()}
 
 
@@ -291,7 +291,7 @@ def _fill(members: dict[str, Any], now: Mapping[str, object]) -> None:
 class _Group:
     """One parameter group of this worker's optimizer, and what the coordinator wants in it."""
 
-    def __init__(self, group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    def __init__(self, group: dict[str, Any], values: Mapping[str, object]) -> None:
         self.group = group
         self._params = list(group["params"])
         self._values = {name: value for name, value in values.items() if name not in ("params", SAME_AS)}
@@ -308,12 +308,12 @@ class _Group:
                 return False
         return len(group["params"]) == len(self._params) and not (self._written and self.changes(group))
 
-    def changes(self, group: Mapping[str, object]) -> list[tuple[str, Any, object]]:
+    def changes(self, group: Mapping[str, object]) -> list[tuple[str, object, object]]:
         """Name, value as scheduled, and value now."""
         now = {name: group.get(name) for name in self._values}
         return [(name, was, now[name]) for name, was in self._values.items() if not are_equal(was, now[name])]
 
-    def put_back(self) -> dict[str, Any]:
+    def put_back(self) -> dict[str, object]:
         group = self.group
         group.clear()
         group["params"] = list(self._params)

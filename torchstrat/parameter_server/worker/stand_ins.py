@@ -38,10 +38,8 @@ from torchstrat.core.errors import CommunicationError, ContextError
 from torchstrat.core.tensor_bytes import is_same
 from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, tensors_in
 from torchstrat.parameter_server.messages import ShardKey
+from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome
-
-DATA: Any = torch.Tensor.data
-GRAD: Any = torch.Tensor.grad
 
 
 class WatchedParameter(nn.Parameter):
@@ -175,7 +173,7 @@ def _forget(address: int, reference: weakref.ref[WatchedParameter]) -> None:
 
 def _telling(take: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(take)
-    def told(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def told(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if _by_address:
             _keep_before(tensor)
         return take(tensor, *args, **kwargs)
@@ -226,10 +224,10 @@ class _Asked:
         types: object,
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUES:
-            if func == _GRAD.__set__:  # the gradient may be left for other functions, which have to know
+            if func == GRAD.__set__:  # the gradient may be left for other functions, which have to know
                 _reach(args[0])
             with _torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -294,7 +292,6 @@ def refuse_in_a_fork(pid: int) -> None:
 
 
 _PENDING = frozenset((PendingParameter, PendingBuffer))
-_GRAD: Any = torch.Tensor.grad
 
 
 SWITCH = "TORCHSTRAT_OVERLAP_PULLS"

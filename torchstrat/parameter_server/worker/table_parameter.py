@@ -24,10 +24,11 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass, schema_
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.embedding import prefetch_rows
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
 from torchstrat.parameter_server.variables.edits import renormalise
 from torchstrat.parameter_server.variables.remote_access import VariableAccess
 from torchstrat.parameter_server.worker.gradients import RowGradient, as_rows, by_rows
-from torchstrat.parameter_server.worker.stand_ins import DATA, GRAD, WatchedParameter, refuse_in_a_fork
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, refuse_in_a_fork
 from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 
 
