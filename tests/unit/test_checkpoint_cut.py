@@ -380,8 +380,8 @@ def test_a_checkpoint_that_is_written_keeps_what_was_marked() -> None:
     cut = store.begin_cut("token")
     store.release(Dropped((1,)))
     assert torch.equal(store.rows_of(cut, (1, 0)).rows(0, 4), torch.ones(4))
-    assert store.number_of_variables == 2
+    assert len(store.catalog()["variables"]) == 2
     store.end_cut("token")
-    assert store.number_of_variables == 1
+    assert len(store.catalog()["variables"]) == 1
     store.release(Dropped((1, 7), (3,)))  # gone already, or never here
     assert torch.equal(store.read([(0, 0)])[0], torch.zeros(4))

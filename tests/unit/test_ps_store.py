@@ -103,7 +103,7 @@ def test_a_value_that_does_not_fit_its_spec(value: torch.Tensor) -> None:
     spec = make_spec(0, torch.zeros(4), name="weights")
     with pytest.raises(InvalidArgumentError, match=r"'weights' on ps 7 must be torch.float32 of shape \(4,\)"):
         store.create([NewShard(spec, 0, value)])
-    assert store.number_of_variables == 0
+    assert store.catalog()["variables"] == []
 
 
 def test_shards_that_do_not_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_shards_that_do_not_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
         InvalidArgumentError, match=r"'table' .*800 bytes after 400 bytes for others.* needs 1,200 .*1,000"
     ):
         store.create(new)
-    assert store.number_of_variables == 0
+    assert store.catalog()["variables"] == []
     store.create(new[:1])
     assert store.total_bytes == 400
 
@@ -667,7 +667,7 @@ def test_against_a_set(events: list[tuple[str, int, int, str]]) -> None:
     masks = {function: sum(1 << i for f, i in applied if f == function) for function, _ in applied}
     assert records.state() == AppliedPushes(below, following, masks)
     assert records.next_function == following
-    assert records.number_of_functions == len(masks)
+    assert len(records.state().masks) == len(masks)
 
 
 def test_a_push_that_ends_after_its_function_was_forgotten_leaves_no_record() -> None:
@@ -675,7 +675,7 @@ def test_a_push_that_ends_after_its_function_was_forgotten_leaves_no_record() ->
     assert records.begin(1, 0, "w")
     records.forget_below(2)
     records.finish(1, 0, "w")
-    assert records.number_of_functions == 0
+    assert len(records.state().masks) == 0
 
 
 def test_fencing_waits_for_pushes_of_that_process_only() -> None:

@@ -370,12 +370,7 @@ def _with_default(
 
 
 def _combined(
-    table: _Table,
-    entries: SparseIds,
-    weights: torch.Tensor | None,
-    combiner: str,
-    max_norm: float | None,
-    call: str,
+    table: _Table, entries: SparseIds, weights: torch.Tensor | None, combiner: str, max_norm: float | None, call: str
 ) -> torch.Tensor:
     check_ids(entries.ids, table.rows, call)
     rows = _clipped(table.lookup(entries.ids), max_norm)

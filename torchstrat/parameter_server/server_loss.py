@@ -18,12 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torchstrat.core.errors import (
-    ContextError,
-    InvalidArgumentError,
-    ParameterServerUnavailable,
-    WrongTypeError,
-)
+from torchstrat.core.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 
 if TYPE_CHECKING:
     import torch

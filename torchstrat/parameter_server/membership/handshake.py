@@ -22,11 +22,6 @@ What a coordinator and a task say to each other on a fresh control connection, a
 Neither is told of the other before the other can be called, and no call of a new coordinator reaches a service that has
 not heard of it. Then the connection stays open. ``goodbye`` from either side is an orderly end, ``fenced`` tells a task
 that its process was given up, ``ping`` is answered by ``pong``; a connection that ends without a word is a death.
-
-At the port where a process waits for others of its cluster, anybody else may turn up. Whoever connects has a few
-seconds to prove that it belongs here, in a thread of its own, so that nobody is held up by a connection that says
-nothing, or says it slowly. Connections that wait for that are bounded; the oldest makes room for the newest, since an
-honest handshake takes milliseconds.
 """
 
 from __future__ import annotations
@@ -132,16 +127,9 @@ def shake_hands(
 ) -> tuple[ControlChannel, Task]:
     """Prove, be proved to, and introduce each other. The socket stays the caller's to close when this raises.
 
-    Args:
-        sock: A connected stream socket that nothing was said on.
-        side: Who connected.
-        key: Derived from the cluster's secret for the purpose ``control``.
-        me: This process.
-        other: Whom error messages are about, such as ``worker 3 at 10.0.0.7:2222``.
-        timeout_seconds: For all of it.
-
-    Returns:
-        The connection, and who is on its other side.
+    ``sock``: a connected stream socket that nothing was said on; ``key``: derived from the cluster's secret for the
+    purpose ``control``; ``other``: whom error messages are about, such as ``worker 3 at 10.0.0.7:2222``;
+    ``timeout_seconds``: for all of it. Returns the connection, and who is on its other side.
 
     Raises:
         AuthenticationError: the other side does not know the secret, or is no torchstrat process.
@@ -285,11 +273,7 @@ def greet_task(
     given_up: Callable[[Peer], str | None],
     add_peer: Callable[[Peer], None] | None,
 ) -> Greeted:
-    """The coordinator's side.
-
-    Args:
-        given_up: Says why a process was given up, None if it was not.
-        add_peer: Makes the task callable here.
+    """The coordinator's side. ``given_up`` says why a process was; ``add_peer`` makes the task callable here.
 
     Raises:
         RefusedError: the task does not want this coordinator now.
@@ -362,17 +346,17 @@ OUT_OF_DESCRIPTORS_SECONDS = 0.1
 
 
 class ControlListener:
-    """Listens from `start` to `close`.
+    """Listens from `start` to `close`. Anybody may turn up: whoever connects has ``handshake_seconds`` to prove that it
+    belongs here, in a thread of its own. Connections that wait for that are bounded; the oldest makes room for the
+    newest, since an honest handshake takes milliseconds.
 
     Args:
         address: ``host:port``: exactly this host is bound. Port 0 takes a free one; see `address`.
         key: Derived from the cluster's secret for the purpose ``control``.
-        me: This process.
         on_channel: Called with each connection that has proved itself and who it is, in a thread that is then its own
             for as long as the call takes. It closes the connection.
         on_refused: Called with why a connection came to nothing: `AuthenticationError` and `VersionMismatchError`, and
             what a health check or a port scan looks like, `PeerUnavailableError` and `CommunicationTimeoutError`.
-        handshake_seconds: For each connection to prove itself.
 
     Raises:
         ClusterConfigError: the address cannot be bound.

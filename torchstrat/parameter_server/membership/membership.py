@@ -106,7 +106,6 @@ class Rendezvous:
         add_peer: Makes a process callable here. Called before the process learns that it may call the coordinator,
             hence before ``on_joined``; an endpoint's ``add_peer`` fits.
         versions: In place of this process's.
-        dial_interval_seconds: Between attempts.
 
     The callbacks run one at a time, on threads of the rendezvous, in order for each task. They should be short; all
     methods but `wait_for` may be called from them.
@@ -123,13 +122,11 @@ class Rendezvous:
         listen: str | None = None,
         add_peer: Callable[[Peer], None] | None = None,
         versions: Versions | None = None,
-        dial_interval_seconds: float = DIAL_INTERVAL_SECONDS,
     ) -> None:
         self._coordinator = coordinator
         self._key = derive_key(secret, "control")
         self._me = Introduction(coordinator.task, versions or local_versions())
         self._on_joined, self._on_left, self._add_peer = on_joined, on_left, add_peer
-        self._dial_interval_seconds = dial_interval_seconds
         self._changed = threading.Condition()
         self._callbacks = threading.Lock()
         self._calling_back: int | None = None
@@ -281,7 +278,7 @@ class Rendezvous:
     def _dial_forever(self, place: _Place) -> None:
         assert place.address is not None
         while not place.stop.is_set():
-            seconds = self._dial_interval_seconds
+            seconds = DIAL_INTERVAL_SECONDS
             try:
                 self._dial(place, place.address)
             except PeerUnavailableError as error:

@@ -123,16 +123,10 @@ class TaskHost:
     the coordinator ends without a good-bye, the service keeps its state for a coordinator that takes over, for
     ``orphan_timeout_seconds``; after a good-bye it waits for the next job, without limit.
 
-    Args:
-        spec: The cluster.
-        task: Which task of it this process is.
-        secret: The cluster's.
-        service: What the task does.
+    Args: as of `Server`, and
+
         make_endpoint: Called as ``make_endpoint(task, secret=secret, host=host)``.
-        listen: ``host:port`` to bind in place of the task's address, for hosts with several interfaces.
         orphan_timeout_seconds: None: it waits for ever.
-        drain_timeout_seconds: For the service to finish what it does, after `terminate`.
-        exit_when_finished: End when the coordinator has finished.
         restart: Called when the cluster has given this process up, after everything is closed. Replaces the process
             by a fresh one; when it returns, the exit code is `EXIT_GIVEN_UP`.
         say: Takes each line that people should see.

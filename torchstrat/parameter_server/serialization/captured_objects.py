@@ -31,10 +31,7 @@ from torchstrat.core._torch_private import own_children
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.parameter_server.messages import (
-    Token,
-    VariableSpec,
-)
+from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.closure_walk import Reach
 from torchstrat.parameter_server.serialization.path_errors import (
     Refused,

@@ -75,12 +75,7 @@ def pack(value: object, catalog: Catalog, what: str = "fn", remembered: Remember
         where = path_to(value, name, lambda found: found is culprit, references.enters)
         raise not_sendable(where or f"{name} → something in it", culprit, reason, "a worker") from error
     packed = Packed(
-        blob,
-        pickler.tensors,
-        pickler.buffers,
-        frozenset(references.tokens),
-        name,
-        tuple(references.tokens.values()),
+        blob, pickler.tensors, pickler.buffers, frozenset(references.tokens), name, tuple(references.tokens.values())
     )
     if what == "fn" and packed.nbytes > LARGE_BYTES:
         _warn_of_size(value, name, packed, catalog, references)
@@ -108,11 +103,7 @@ def simple_arguments(args: Sequence[object], kwargs: Mapping[str, object] | None
         return None
     tokens = pickler.tokens
     return Packed(
-        buffer.getvalue(),
-        tuple(pickler.tensors),
-        tokens=frozenset(tokens),
-        what="args",
-        alive=tuple(tokens.values()),
+        buffer.getvalue(), tuple(pickler.tensors), tokens=frozenset(tokens), what="args", alive=tuple(tokens.values())
     )
 
 

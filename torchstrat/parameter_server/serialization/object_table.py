@@ -12,10 +12,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import FunctionError
 from torchstrat.core.optimizers import is_listed, take_over_steps
-from torchstrat.parameter_server.messages import (
-    Token,
-    VariableSpec,
-)
+from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Increment, token_of_spec
 from torchstrat.parameter_server.serialization.path_errors import NotHere
 

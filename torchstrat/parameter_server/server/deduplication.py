@@ -211,12 +211,6 @@ class AppliedRecords:
         with self._changed:
             return self._next_function
 
-    @property
-    def number_of_functions(self) -> int:
-        """How many functions have records at the moment."""
-        with self._changed:
-            return len(self._masks)
-
     def state(self) -> AppliedPushes:
         with self._changed:
             return AppliedPushes(self._below, self._next_function, dict(self._masks))

@@ -193,10 +193,6 @@ class VariableStore:
                 shards.drop_states(dropped.optimizers)
 
     @property
-    def number_of_variables(self) -> int:
-        return len(self._numbers())
-
-    @property
     def total_bytes(self) -> int:
         """Of values and optimizer state."""
         with self._locked(self._numbers()) as shards:

@@ -5,21 +5,8 @@ a single dead member makes every later join fail. So every process here starts a
 itself, with a store that nobody else sees, and is told its peers by hand when it first needs them. The numbers by which
 an agent knows its peers mean nothing outside its process; each process counts for itself.
 
-**What the port must not be reachable by.** Every message that Python unpickles is authenticated first (`auth`): a
-process that does not know the cluster's secret cannot run Python code here, nor repeat what it has recorded. But the
-agent itself, in C++, also answers calls of PyTorch's *builtin operators and TorchScript functions*, which never reach
-Python and cannot be refused here: whoever can open a connection to the port can run ``aten`` operators in this process,
-allocate memory, and read or create files through operators such as ``aten::from_file``. It is also easily broken: a few
-bytes that are not its protocol, such as an HTTP request, end the process. (A connection that ends without a word does
-no harm, be it a port scanner's, a health check's or that of a peer that is killed; see `Door`. One whose peer is killed
-in the millisecond between its first word and its last of the handshake costs a file descriptor for as long as this
-process lives, for the agent waits for the rest and does not look whether it can still come.) And nothing on the wire is
-encrypted.
-
-Agents therefore listen on loopback unless the cluster's description gives another address, and then the port (an
-ephemeral one, so the whole range ``net.ipv4.ip_local_port_range``) must be reachable by the machines of the cluster
-only: a private network or a firewall rule, never the internet, never a network shared with people who may not run code
-as this user. On loopback the same holds for every user of this machine.
+Who must not reach the port, and why, the README says under "Ports and trust": the agent answers calls of PyTorch's own
+operators, such as ``aten::from_file``, without asking Python.
 """
 
 from __future__ import annotations

@@ -56,16 +56,7 @@ except (ImportError, AttributeError) as error:
         f"have: {error}. They support torch 2.9 and later, on Linux and macOS, built with distributed support."
     ) from error
 
-__all__ = [
-    "NEVER",
-    "Agent",
-    "Door",
-    "Listener",
-    "WorkerInfo",
-    "address_of",
-    "interface_of",
-    "shut_down_connections",
-]
+__all__ = ["NEVER", "Agent", "Door", "Listener", "WorkerInfo", "address_of", "interface_of", "shut_down_connections"]
 
 
 class Listener:

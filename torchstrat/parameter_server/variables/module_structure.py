@@ -42,13 +42,7 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import is_same
-from torchstrat.parameter_server.messages import (
-    Gone,
-    SetAttribute,
-    SetAttributes,
-    Token,
-    VariableSpec,
-)
+from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
@@ -298,9 +292,7 @@ class ModuleStructure:
         return [next_hook_id(), len(self._hooked), *(mark for module in self._hooked for mark in _hook_marks(module))]
 
     def changed(
-        self,
-        catalog: Catalog,
-        spec_of_buffer: Callable[[nn.Module, str], VariableSpec | None],
+        self, catalog: Catalog, spec_of_buffer: Callable[[nn.Module, str], VariableSpec | None]
     ) -> Iterator[tuple[Token, Members]]:
         """The modules that have changed since they were sent, with what they have now."""
         for module, (marks, hooks) in list(self._changed.items()):

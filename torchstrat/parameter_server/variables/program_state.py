@@ -28,10 +28,7 @@ from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.parameter_server.dispatch import SAME_AS, Options
-from torchstrat.parameter_server.messages import (
-    Token,
-    VariableSpec,
-)
+from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables import class_attributes

@@ -96,11 +96,7 @@ class ServerGroup:
         return {index: self._endpoint.describe_way(peer) for index, peer in sorted(self.peers().items())}
 
     def ask(
-        self,
-        method: str,
-        payloads: Mapping[int, object],
-        *,
-        timeout_seconds: float | None = None,
+        self, method: str, payloads: Mapping[int, object], *, timeout_seconds: float | None = None
     ) -> dict[int, Any]:
         """Send each server its payload, and wait for all answers. ``timeout_seconds``: None for the group's.
 

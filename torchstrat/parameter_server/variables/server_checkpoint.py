@@ -112,10 +112,7 @@ class ServerCheckpoint:
         self._job.variables.place_new()
 
     def restore(
-        self,
-        stored: Stored,
-        slots: Sequence[RemoteSlot],
-        states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
+        self, stored: Stored, slots: Sequence[RemoteSlot], states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]]
     ) -> ServersRestoring:
         self._dispatcher.wait(self._job.timeout_seconds)
         slots = list({slot.spec.number: slot for slot in slots}.values())  # one of a variable's names is enough

@@ -447,10 +447,7 @@ class RemoteSteps:
         return {server: {"accumulation": Accumulation(discards=tuple(of))} for server, of in by_server.items()}
 
     def _send(
-        self,
-        parts: dict[int, dict[str, Any]],
-        others: dict[int, dict[str, Any]],
-        specs: Sequence[VariableSpec] | None,
+        self, parts: dict[int, dict[str, Any]], others: dict[int, dict[str, Any]], specs: Sequence[VariableSpec] | None
     ) -> None:
         """``specs``: whose values are to come back. ``others``: see `VariableAccess.send_push`."""
         for server in parts.keys() & others.keys():

@@ -31,11 +31,7 @@ from torchstrat.parameter_server.dispatch import (
     Modes,
     Options,
 )
-from torchstrat.parameter_server.messages import (
-    Gone,
-    SetAttributes,
-    Token,
-)
+from torchstrat.parameter_server.messages import Gone, SetAttributes, Token
 from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
@@ -58,13 +54,7 @@ class Settings:
             and has set it.
     """
 
-    def __init__(
-        self,
-        world: World,
-        copies: Copies,
-        *,
-        owns_process: bool = True,
-    ) -> None:
+    def __init__(self, world: World, copies: Copies, *, owns_process: bool = True) -> None:
         self._copies = copies
         self._world = world
         self._modules: list[tuple[nn.Module, bool]] = []

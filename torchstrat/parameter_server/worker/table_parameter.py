@@ -28,7 +28,7 @@ from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
 from torchstrat.parameter_server.variables.edits import renormalise
 from torchstrat.parameter_server.variables.remote_access import VariableAccess
 from torchstrat.parameter_server.worker.gradients import RowGradient, as_rows, by_rows
-from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, refuse_in_a_fork
+from torchstrat.parameter_server.worker.stand_ins import Bringer, WatchedParameter, refuse_in_a_fork
 from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 
 
@@ -183,11 +183,8 @@ def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | No
     return place if place < len(ids) and int(ids[place]) == wanted else None
 
 
-class TablesHolder(Protocol):
+class TablesHolder(Bringer, Protocol):
     """Who brings whole tables, on any thread."""
-
-    def reach(self, number: int) -> None:
-        """The function that runs turns out to have to do with variable ``number``."""
 
     def bring_table(self, table: TableParameter) -> None:
         """Afterwards ``table.memory`` has what the servers hold, or what the function has written.
@@ -213,11 +210,7 @@ class TableParameter(WatchedParameter):
 
     @staticmethod
     def __new__(
-        cls: type[TableParameter],
-        spec: VariableSpec,
-        device: torch.device,
-        lookups: TableLookups,
-        holder: TablesHolder,
+        cls: type[TableParameter], spec: VariableSpec, device: torch.device, lookups: TableLookups, holder: TablesHolder
     ) -> TableParameter:
         table: TableParameter = _torch_private.wrapper_of(
             cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad, storage_size=0
@@ -233,8 +226,12 @@ class TableParameter(WatchedParameter):
     @classmethod
     @_torch_private.uncompiled
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if len(types) > 1 and any(getattr(kind, "is_asked_first", False) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -258,7 +255,7 @@ class TableParameter(WatchedParameter):
     @_torch_private.uncompiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         used: list[tuple[TableParameter, torch.Tensor]] = []  # with what takes the place of each
         written = _lists_written_to(func, args)
         args = _with_values(args, used)
@@ -365,7 +362,7 @@ class TableParameter(WatchedParameter):
         GRAD.__delete__(self)
         self.note_cleared()
 
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> object:
         """The hook sees what `grad` would show, and what it returns is by rows again."""
 
         if not callable(hook):
@@ -418,7 +415,7 @@ def _gradients_by_rows(result: Any, _: object, inputs: Any, *__: object, **___: 
 
 
 _DETACH = torch.ops.aten.detach.default
-_LOOKUPS: Mapping[Any, tuple[int, Callable[..., object]]] = {
+_LOOKUPS: Mapping[object, tuple[int, Callable[..., object]]] = {
     F.embedding: (1, TableLookups.embedding),
     F.embedding_bag: (1, TableLookups.embedding_bag),
     prefetch_rows: (0, TableLookups.prefetch),

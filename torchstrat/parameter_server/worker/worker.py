@@ -113,7 +113,7 @@ class BatchQueue:
         return tuple(given)
 
 
-_Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Work = tuple["Future[object]", Callable[..., object], tuple[object, ...], dict[str, object]]
 
 
 class FunctionThread(concurrent.futures.Executor):
@@ -132,7 +132,7 @@ class FunctionThread(concurrent.futures.Executor):
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
         """Raises `RuntimeError` after `shutdown`."""
-        future: Future[Any] = Future()
+        future: Future[object] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name} has been shut down")
@@ -216,12 +216,9 @@ _ARRIVAL_POLL_SECONDS = 0.01
 class FunctionWorker:
     """The role ``worker``. What it knows belongs to one coordinator; another one starts from nothing."""
 
-    def __init__(
-        self, index: int, *, server_timeout_seconds: float = SERVER_TIMEOUT_SECONDS, owns_process: bool = True
-    ) -> None:
+    def __init__(self, index: int, *, owns_process: bool = True) -> None:
         self._index = index
         self._owns_process = owns_process
-        self._server_timeout_seconds = server_timeout_seconds
         self._thread = FunctionThread("torchstrat-function")
         self._outcomes = Outcomes(self._get_endpoint)
         self._lock = threading.Lock()
@@ -247,7 +244,7 @@ class FunctionWorker:
             self._has_hook = True
             StepHook.attach()
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, object]:
         return {}
 
     def coordinator_arrived(self, coordinator: Peer) -> None:
@@ -338,13 +335,7 @@ class FunctionWorker:
             self._queue_of(sender)  # or another coordinator has come meanwhile
             session = self._session
             if session is None or session.coordinator != sender:
-                session = _Session(
-                    sender,
-                    self._get_endpoint(),
-                    self._index,
-                    self._server_timeout_seconds,
-                    owns_process=self._owns_process,
-                )
+                session = _Session(sender, self._get_endpoint(), self._index, owns_process=self._owns_process)
                 self._session = session
             return session
 
@@ -376,15 +367,13 @@ class FunctionWorker:
 class _Session:
     """Everything that one coordinator has sent to this worker."""
 
-    def __init__(
-        self, coordinator: Peer, endpoint: Endpoint, index: int, timeout_seconds: float, *, owns_process: bool
-    ) -> None:
+    def __init__(self, coordinator: Peer, endpoint: Endpoint, index: int, *, owns_process: bool) -> None:
         self.coordinator = coordinator
         self.stops = 0
         """How often a function did not return."""
         self._index = index
         self._incarnation = endpoint.peer.incarnation
-        self._servers = ServerGroup(endpoint, timeout_seconds=timeout_seconds)
+        self._servers = ServerGroup(endpoint, timeout_seconds=SERVER_TIMEOUT_SECONDS)
         self._access = VariableAccess(self._servers, current_run)
         devices = local_devices()
         self._device = devices[0] if devices else "cpu:0"
