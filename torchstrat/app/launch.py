@@ -109,7 +109,7 @@ def register_schema() -> None:
     """Give Hydra the dataclasses that the YAML files set values of."""
     experiment = OmegaConf.structured(schema.ExperimentConfig)
     for group in schema.CALLS:  # their keys are those of whatever is called, and `targets` knows which these are
-        experiment[group]._set_flag("struct", False)
+        OmegaConf.set_struct(experiment[group], False)
     ConfigStore.instance().store(name="base_config", node=experiment)
 
 

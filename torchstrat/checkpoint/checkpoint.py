@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -70,6 +71,11 @@ class Checkpoint:
         self._objects = objects
         self._last: SaveHandle | None = None  # of the last asynchronous save
 
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """What it saves, by name."""
+        return self._objects
+
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> SaveHandle:
         """Write a checkpoint. It appears at ``path`` whole, in place of one that was there; whatever happens before
         leaves that intact.
@@ -107,7 +113,8 @@ class Checkpoint:
         from torchstrat.checkpoint.processes import all_processes
         from torchstrat.checkpoint.writing import SaveHandle, here_and_now, in_background, take, turns, write
 
-        handle, what = SaveHandle(target), f"saving {target}"
+        outcome: Future[Path] = Future()
+        handle, what = SaveHandle(target, outcome), f"saving {target}"
         taken: list[State] = []
         turns.take(what)
         try:
@@ -130,9 +137,9 @@ class Checkpoint:
 
         if asynchronous:
             self._last = handle
-            in_background(handle, finish)
+            in_background(target, outcome, finish)
         else:
-            here_and_now(handle, finish)
+            here_and_now(target, outcome, finish)
         return handle
 
     def _raise_earlier(self) -> None:
@@ -225,7 +232,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _tensors(objects: Any) -> Iterator[Any]:
+def _tensors(objects: Iterable[object]) -> Iterator[object]:
     """What may live on servers."""
     for value in objects:
         if isinstance(value, nn.Module):

@@ -71,9 +71,7 @@ def with_versions(state: Mapping[str, object], versions: Versions | None) -> Map
     """As ``load_state_dict`` takes it."""
     if versions is None:
         return state
-    whole: Any = OrderedDict(state)
-    whole._metadata = OrderedDict((key, dict(one)) for key, one in versions.items())
-    return whole  # type: ignore[no-any-return]
+    return _torch_private.with_metadata(state, OrderedDict((key, dict(one)) for key, one in versions.items()))
 
 
 def converters(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -123,7 +121,7 @@ class Writes:
     """What an item has in this process to be written."""
 
     tensors: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
-    values: list[tuple[KeyPath, Any]] = field(default_factory=list)
+    values: list[tuple[KeyPath, object]] = field(default_factory=list)
     replicated: frozenset[KeyPath] = frozenset()
     """Tensors that are equal on all processes that hold them, so that any of these may write them."""
 
@@ -137,7 +135,7 @@ class Reads:
     slots: list[RemoteSlot] = field(default_factory=list)
     states: list[tuple[RemoteState, tuple[KeyPath, ...]]] = field(default_factory=list)
     """With the paths of the entries that the checkpoint has, which replace all that there are."""
-    problems: Callable[[Sequence[Any]], dict[str, str]] = lambda values: {}
+    problems: Callable[[Sequence[object]], dict[str, str]] = lambda values: {}
     """What does not fit of the values that were read, by name: what could not be seen before. Changes nothing, and
     ``put`` leaves it alone."""
 

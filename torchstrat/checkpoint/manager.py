@@ -226,7 +226,7 @@ class CheckpointManager:
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
         from torchstrat.checkpoint.processes import all_processes
 
-        with all_processes("CheckpointManager.save", checkpoint._objects) as processes:
+        with all_processes("CheckpointManager.save", checkpoint.objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
             processes.of_first(lambda: self._prepare(step), f"saving {path}")
             handle = checkpoint.save(path, asynchronous=asynchronous)
@@ -307,7 +307,7 @@ class CheckpointManager:
             _require_step(step)
         what = self._meant(checkpoint, "restore")
         self._pending.wait()
-        with all_processes("CheckpointManager.restore", what._objects) as processes:
+        with all_processes("CheckpointManager.restore", what.objects) as processes:
             restored = self._restore(what, step, processes)
         self._tell_complaints()
         return restored

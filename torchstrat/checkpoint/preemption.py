@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Final
@@ -141,7 +141,7 @@ class PreemptionHandler:
             raise ContextError("this PreemptionHandler is in use; make another one.")
         self._received, self._stops = None, False
         self._watchdog = _Watchdog(self._grace, self._signals)
-        _leave_to_children(self)
+        _leave_to_children(self._in_forked_child)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -275,26 +275,27 @@ def _num_processes() -> int:
     return dist.get_world_size() if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
-_in_use: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
+_left: set[weakref.WeakMethod[Callable[[], None]]] = set()
 _hooked = False
 
 
-def _leave_to_children(handler: PreemptionHandler) -> None:
+def _leave_to_children(leave: Callable[[], None]) -> None:
     """Let children that are forked from now on have the signals' earlier meanings.
 
     They inherit handlers and the wakeup descriptor, through which a signal to a child would start the clock of this
     process. A hook cannot be taken back, so there is one for all handlers, set by the first that is used.
     """
     global _hooked
-    _in_use.add(handler)
+    _left.add(weakref.WeakMethod(leave, _left.discard))
     if not _hooked and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_in_forked_child)
         _hooked = True
 
 
 def _in_forked_child() -> None:
-    for handler in list(_in_use):
-        handler._in_forked_child()
+    for one in list(_left):
+        if (leave := one()) is not None:
+            leave()
 
 
 _UNSTOPPABLE = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}

@@ -22,14 +22,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchstrat.checkpoint import job_state
 from torchstrat.checkpoint.files import WrittenPart, write_metadata, write_part
 from torchstrat.checkpoint.folder import written_whole
-from torchstrat.checkpoint.items import Writes
+from torchstrat.checkpoint.items import Item, Writes
 from torchstrat.checkpoint.job_state import JobState
 from torchstrat.checkpoint.manifest import write_manifest
 from torchstrat.checkpoint.optimizer_item import make_items
@@ -54,9 +53,8 @@ class SaveHandle:
     ``path`` is where the checkpoint appears.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._outcome: Future[Path] = Future()
+    def __init__(self, path: Path, outcome: Future[Path]) -> None:
+        self.path, self._outcome = path, outcome
         self._was_told = False
 
     def done(self) -> bool:
@@ -91,12 +89,6 @@ class SaveHandle:
         if self._outcome.done() and self._outcome.exception() is not None and not self._was_told:
             self.result()
 
-    def _end(self, error: BaseException | None) -> None:
-        if error is None:
-            self._outcome.set_result(self.path)
-        else:
-            self._outcome.set_exception(error)
-
     def __repr__(self) -> str:
         if not self.done():
             return f"<SaveHandle of {self.path}: being written>"
@@ -107,9 +99,9 @@ def not_saved(path: Path) -> SaveHandle:
     """The handle of a save that a loss has ended."""
     problem = f"{path} was not saved: a parameter server was lost, and all servers went back to an earlier checkpoint."
     logger.warning(problem)
-    handle = SaveHandle(path)
-    handle._end(CancelledByServerLossError(problem))
-    return handle
+    outcome: Future[Path] = Future()
+    outcome.set_exception(CancelledByServerLossError(problem))
+    return SaveHandle(path, outcome)
 
 
 _NOT_STARTED = 0
@@ -173,41 +165,41 @@ def wait_for_saves() -> None:
         logger.error("%s It will fail.", error)
 
 
-def here_and_now(handle: SaveHandle, write: Callable[[], None]) -> None:
-    """Write, and give the turn back, which the caller has."""
+def here_and_now(path: Path, outcome: Future[Path], write: Callable[[], None]) -> None:
+    """Write, give the turn back, which the caller has, and tell the ``outcome``."""
     try:
         write()
     except BaseException as error:
         turns.give()
-        handle._end(error)
+        outcome.set_exception(error)
         raise
     turns.give()
-    logger.debug("the checkpoint %s is saved.", handle.path)
-    handle._end(None)
+    logger.debug("the checkpoint %s is saved.", path)
+    outcome.set_result(path)
 
 
-def in_background(handle: SaveHandle, write: Callable[[], None]) -> None:
-    """Let a thread write, and then give the turn back, which the caller has."""
+def in_background(path: Path, outcome: Future[Path], write: Callable[[], None]) -> None:
+    """`here_and_now` on a thread of its own."""
 
     def write_or_log() -> None:
         try:
             write()
         except BaseException as error:
             # Before anybody who waits for it is told: that may be the end of the program.
-            logger.error("the checkpoint %s was not saved: %s", handle.path, error)
+            logger.error("the checkpoint %s was not saved: %s", path, error)
             raise
 
     def run() -> None:
         turns.pass_to(threading.get_ident())
         with contextlib.suppress(BaseException):  # the handle tells it
-            here_and_now(handle, write_or_log)
+            here_and_now(path, outcome, write_or_log)
 
-    thread = threading.Thread(target=run, name=f"torchstrat-save-{handle.path.name}", daemon=False)
+    thread = threading.Thread(target=run, name=f"torchstrat-save-{path.name}", daemon=False)
     turns.pass_to(_NOT_STARTED)  # before it starts: until then the caller's next save would take this one's turn
     try:
         thread.start()
     except RuntimeError:  # no more threads: then here
-        here_and_now(handle, write)
+        here_and_now(path, outcome, write)
 
 
 _SHARED_BYTES = 1 << 20
@@ -223,7 +215,7 @@ class Offer:
     ``shared``: any that holds it may write it; otherwise the first."""
 
     place: Place
-    like: Any
+    like: tuple[str, tuple[int, ...], tuple[int, ...]] | None
     bytes: int
     shared: bool
 
@@ -283,7 +275,7 @@ def selected(writes: Writes, places: set[Place]) -> Writes:
     )
 
 
-def refuse_twice(paths: Any) -> None:
+def refuse_twice(paths: Iterable[KeyPath]) -> None:
     """Raise `InvalidArgumentError` where two paths have one name in the file."""
     by_key: dict[str, KeyPath] = {}
     for path in paths:
@@ -337,7 +329,7 @@ def take(objects: Mapping[str, object], servers: Servers | None, *, copies: bool
     return State(here, job, cut, slots, [state for item in items for state in item.remote_states()])
 
 
-def _joined(items: Iterable[Any], *, copies: bool) -> Writes:
+def _joined(items: Iterable[Item], *, copies: bool) -> Writes:
     every = [item.writes() for item in items]
     joined = Writes(
         [one for writes in every for one in writes.tensors],
@@ -407,7 +399,7 @@ def _write_parts(
 ) -> tuple[list[WrittenPart], Mapping[str, object]]:
     """What all processes and servers have written; each server's records of applied pushes."""
 
-    def write_mine() -> tuple[list[WrittenPart], Mapping[str, Any]]:
+    def write_mine() -> tuple[list[WrittenPart], Mapping[str, object]]:
         tensors, values = list(mine.tensors), list(mine.values)
         written: ServersWritten | None = None
         if state.servers is not None:

@@ -11,7 +11,8 @@ import importlib
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
@@ -483,6 +484,18 @@ def checkpoint_version() -> str:
     """What torch.distributed.checkpoint calls the version of the files it writes."""
     version: str = _of_checkpoints("CURRENT_DCP_VERSION")
     return version
+
+
+def with_metadata(state: Mapping[str, object], metadata: Mapping[str, object]) -> Mapping[str, Any]:
+    """A ``state_dict`` whose modules have been of these versions."""
+    whole: Any = OrderedDict(state)
+    whole._metadata = metadata
+    return whole  # type: ignore[no-any-return]
+
+
+def store_of_default_group() -> Any:
+    """Which torch.distributed's default group has met by."""
+    return look_up("distributed.distributed_c10d._get_default_store")()
 
 
 def _of_checkpoints(name: str) -> Any:

@@ -171,7 +171,7 @@ class Feed:
     has_workers: bool
     exclusive: bool
     terms: Callable[[], Terms]
-    between: Callable[[], Mapping[int, Mapping[str, Any]]]
+    between: Callable[[], Mapping[int, Mapping[str, object]]]
     """Of this process's pipelines; see `Source.between`."""
     settle: Callable[[Saved], None]
     """Takes over what was saved between two passes."""
@@ -195,7 +195,7 @@ class DistributedDataset:
         self._feed = feed
         self._latest: weakref.ref[DistributedIterator] | None = None
         self._progress: Progress | None = None
-        self._loaded: tuple[Saved, Mapping[str, Any]] | None = None
+        self._loaded: tuple[Saved, Mapping[str, object]] | None = None
 
     def __iter__(self) -> DistributedIterator:
         _require_outside_replicas(self._strategy, "iter(distributed_dataset)")
@@ -205,9 +205,11 @@ class DistributedDataset:
         if saved is not None and not saved.under_way:
             self._feed.settle(saved)
         going_on = saved if saved is not None and saved.under_way else None
-        iterator = DistributedIterator(self._strategy, self._layout, self._options, self._feed, going_on)
+        reading = self._feed.open(going_on)
+        progress = Progress(reading.standing, reading.pipelines)
+        iterator = DistributedIterator(self._strategy, self._layout, self._options, self._feed, reading, progress)
         self._loaded = None
-        self._latest, self._progress = weakref.ref(iterator), iterator._progress
+        self._latest, self._progress = weakref.ref(iterator), progress
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,7 +339,8 @@ class DistributedIterator:
         layout: InputLayout,
         options: InputOptions,
         feed: Feed,
-        going_on: Saved | None = None,
+        reading: Reading,
+        progress: Progress,
     ) -> None:
         self._strategy = strategy
         self._layout = layout
@@ -346,8 +349,7 @@ class DistributedIterator:
         self._position = 0
         self._ended = False
         self._error: Exception | None = None
-        self._reading = feed.open(going_on)
-        self._progress = Progress(self._reading.standing, self._reading.pipelines)
+        self._reading, self._progress = reading, progress
         self._agreement: StepAgreement | None = None
         self._end: PassEnd | None = None
         if layout.peers is not None and not self._reading.agreed:
@@ -458,7 +460,7 @@ class DistributedIterator:
         ids = self._layout.local_replicas
         join = self._layout.join if self._fetches else None
 
-        def wrap(values: tuple[object, ...]) -> DistributedValues[Any]:
+        def wrap(values: tuple[object, ...]) -> DistributedValues[object]:
             first = values[0]
             if isinstance(first, torch.Tensor) and join is None:
                 return PerReplica(values, replica_ids=ids, batch_info=info)
@@ -496,11 +498,11 @@ def _ahead(feed: Feed, options: InputOptions, copies: bool, *, behind: bool) -> 
     return Ahead.COPY if copies or options.per_replica_buffer_size > 1 else Ahead.NOTHING
 
 
-def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:
+def _leave(step: Step) -> tuple[Step, tuple[object, ...]]:
     return step, ()
 
 
-def _zip(wrap: Callable[[tuple[Any, ...]], object], components: tuple[nest.Nest, ...]) -> nest.Nest:
+def _zip(wrap: Callable[[tuple[object, ...]], object], components: tuple[nest.Nest, ...]) -> nest.Nest:
     """The structure of one replica's batch, with ``wrap(the replicas' values)`` for every leaf.
 
     What the replicas do not have alike, such as lists of their own examples, is a leaf.

@@ -344,7 +344,8 @@ class Topology:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Topology):
             return NotImplemented
-        return self._shape == other._shape and np.array_equal(self._device_coordinates, other.device_coordinates)
+        own = np.array_equal(self._device_coordinates, other.device_coordinates)
+        return own and np.array_equal(self.mesh_shape, other.mesh_shape)
 
     def __hash__(self) -> int:
         return hash((self._shape, self._device_coordinates.shape, self._device_coordinates.tobytes()))

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -15,6 +14,7 @@ from torchstrat.core.context import engine_of
 from torchstrat.distributed.collectives.shared_memory import device_copies
 from torchstrat.distributed.collectives.shared_memory.common_memory import why_not as why_no_common_memory
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.strategies.strategy import Strategy
 
 __all__ = ["FakeDevice", "on_fake_device", "shares_steps", "why_no_common_memory"]
@@ -94,5 +94,6 @@ def on_fake_device(*, refuses: bool = False, seconds: float = 0.0) -> Iterator[l
 
 def shares_steps(strategy: Strategy, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the processes of a central storage strategy share out this optimizer's steps, in memory of the host."""
-    engine: Any = engine_of(strategy)
-    return bool(engine._storage.shares(optimizer))
+    engine = engine_of(strategy)
+    assert isinstance(engine, PerProcessReplica)
+    return engine.shares_steps(optimizer)

@@ -17,9 +17,9 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from torchstrat.core._torch_private import store_of_default_group
 from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
 from torchstrat.core.waiting import wait_for_listener
 from torchstrat.distributed.cluster import ProcessPlan, torchrun_address
@@ -28,7 +28,7 @@ from torchstrat.distributed.collectives.standstill import Peers, Standstill
 
 _LONGER = "Processes that start later than that need a longer timeout=."
 
-_stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
+_stores: dict[str, dist.Store] = {}  # one per meeting point: rank 0 may not listen on the same port twice
 _numbers = itertools.count()  # of groups made there: the keys of an earlier one are still in the store
 _joined = itertools.count()  # of the user's groups that strategies worked on: in a store of his own
 _found: DefaultGroup | None = None  # the latest one that the user made
@@ -47,14 +47,14 @@ class DefaultGroup:
         self._excepthooks = excepthook_before, sys.excepthook
         self._is_ours = is_ours
         self._group = dist.group.WORLD
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self.peers: Peers | None = None
         self.visits = StoreVisits(store)
         self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{name}")
 
     @staticmethod
     def join(
-        user: Any, plan: ProcessPlan, backend: str, timeout: timedelta, *, is_passing: bool = False
+        user: object, plan: ProcessPlan, backend: str, timeout: timedelta, *, is_passing: bool = False
     ) -> DefaultGroup:
         """The group there is, or a new one, with ``user`` among its users, unless it ``is_passing``."""
         global _made, _found
@@ -76,7 +76,7 @@ class DefaultGroup:
     def is_alive(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._group
 
-    def leave(self, user: Any) -> None:
+    def leave(self, user: object) -> None:
         """Destroy the group if torchstrat made it and no other open strategy works on it."""
         if user not in self.users:
             return
@@ -158,26 +158,21 @@ def _of_user(plan: ProcessPlan) -> DefaultGroup:
     return DefaultGroup(store, f"joined/{next(_joined)}", is_ours=False)
 
 
-def _store_of_users_group(plan: ProcessPlan) -> Any:
+def _store_of_users_group(plan: ProcessPlan) -> dist.Store:
     found = (dist.get_rank(), dist.get_world_size())
     if found != (plan.rank, plan.size):
         raise UnsupportedError(
             f"torch.distributed is initialised as rank {found[0]} of {found[1]}; the launcher says {plan.name}. "
             "Initialise it with the launcher's numbers, or leave that to the strategy."
         )
-    try:
-        return dist.distributed_c10d._get_default_store()  # torch has no public name for it
-    except AttributeError as error:
-        raise CommunicationError(
-            f"torch {torch.__version__} has no distributed_c10d._get_default_store, which torchstrat needs to reuse an "
-            "initialised process group. Let the strategy make the group, or report the version."
-        ) from error
+    store: dist.Store = store_of_default_group()
+    return store
 
 
 _LOOK_SECONDS = 0.01
 
 
-def fresh_store(store: dist.Store, rank: int, size: int, purpose: str, timeout: timedelta) -> Any:
+def fresh_store(store: dist.Store, rank: int, size: int, purpose: str, timeout: timedelta) -> dist.Store:
     """A part of ``store`` for the processes that call this now. Each of ``size`` calls it; returns when all have.
 
     Every process says a word that nobody has said before, and rank 0 answers each word with its own, which names the
@@ -198,7 +193,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, purpose: str, timeout: 
     return dist.PrefixStore(f"torchstrat/{purpose}/{name}", store)
 
 
-def _ask(meeting: Any, rank: int, own: str, timeout: timedelta) -> str:
+def _ask(meeting: dist.Store, rank: int, own: str, timeout: timedelta) -> str:
     answer = f"answer/{rank}/{own}"
     meeting.set(f"word/{rank}", own)
     try:
@@ -213,7 +208,7 @@ def _ask(meeting: Any, rank: int, own: str, timeout: timedelta) -> str:
     return name
 
 
-def _answer(meeting: Any, own: str, size: int, timeout: timedelta) -> None:
+def _answer(meeting: dist.Store, own: str, size: int, timeout: timedelta) -> None:
     until = time.monotonic() + timeout.total_seconds()
     missing = list(range(1, size))
     answered: set[str] = set()

@@ -101,12 +101,12 @@ class Done:
         return None
 
 
-_abandoned: collections.deque[Any] = collections.deque()
+_abandoned: collections.deque[dist.ProcessGroup] = collections.deque()
 """Groups that nobody refers to any more. Not destroyed right there: a garbage collection may come in the middle of any
 other call to torch.distributed."""
 
 
-def abandon(groups: Iterable[object]) -> None:
+def abandon(groups: Iterable[dist.ProcessGroup]) -> None:
     """Have these destroyed by the next call here that makes or closes groups."""
     _abandoned.extend(groups)
 
@@ -167,7 +167,7 @@ class ProcessGroupCommunicator:
         name = f"{family.prefix}/{next(family.channels)}"
         self.channel = family.default.standstill.channel(self, name, self.ranks, family.prefix)
         family.members.add(self)
-        self._groups: list[Any] = []
+        self._groups: list[dist.ProcessGroup] = []
         weakref.finalize(self, abandon, self._groups).atexit = False  # of those that are dropped without `close`
         self._group = self._device_group = self._new_group("gloo")
         if self._family.default.peers is None:
@@ -207,9 +207,13 @@ class ProcessGroupCommunicator:
         derived.__dict__.update(self.__dict__)
         derived.ranks, derived.size = ranks, len(ranks)
         derived.rank = ranks.index(self.rank) if self.rank in ranks else -1
-        derived._subgroups = {}
-        derived._make_groups(host_only=host_only)
+        derived.be_part(host_only=host_only)
         return derived
+
+    def be_part(self, *, host_only: bool) -> None:
+        """Of a copy for some of the ranks: groups of its own, for the host's memory alone or for devices too."""
+        self._subgroups = {}
+        self._make_groups(host_only=host_only)
 
     def close(self) -> None:
         family = self._family
@@ -482,7 +486,7 @@ class _WordsPlace:
         name = f"{family.prefix}/{self._prefix}"
         self._channel = family.default.standstill.channel(self, name, communicator.ranks, family.prefix)
 
-    def visit(self, call: Callable[[Any], T], otherwise: T) -> T:
+    def visit(self, call: Callable[[dist.Store], T], otherwise: T) -> T:
         return self._family.board.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise)
 
     def told(self) -> None:
@@ -511,6 +515,6 @@ def _names(ranks: list[int]) -> str:
     return ", ".join(f"replica {rank}" for rank in ranks)
 
 
-def _destroy(group: Any) -> None:
+def _destroy(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(ValueError):  # the user has destroyed all of them
         dist.destroy_process_group(group)

@@ -314,7 +314,11 @@ class PerProcessReplica:
 
     def _is_of_owner(self, optimizer: Optimizer) -> bool:
         """Whether the owner alone has the optimizer's state."""
-        return self._central and (self._storage is None or not self._storage.shares(optimizer))
+        return self._central and not self.shares_steps(optimizer)
+
+    def shares_steps(self, optimizer: Optimizer) -> bool:
+        """Whether the processes share out this optimizer's steps, in memory of the host."""
+        return self._storage is not None and self._storage.shares(optimizer)
 
     def _state_digest(self, optimizer: Optimizer) -> float:
         found = self._edits.state.digest(optimizer)
