@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -29,6 +29,9 @@ from torchstrat.app.parameter_server_cluster import (
     serve,
 )
 from torchstrat.core.errors import CancelledByServerLossError
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.coordinator import ClusterCoordinator
 
 _AHEAD_PER_WORKER = 64
 """Steps that are scheduled before the oldest one's result is asked for: enough to keep a worker busy, and few enough
@@ -65,7 +68,7 @@ def train(run: Run) -> None:
 class AsynchronousLoop:
     """The loop of the coordinator."""
 
-    def __init__(self, training: Training, coordinator: Any, size: ClusterSize) -> None:
+    def __init__(self, training: Training, coordinator: ClusterCoordinator, size: ClusterSize) -> None:
         self._training, self._config = training, training.config
         self._strategy, self._coordinator, self._size = training.strategy, coordinator, size
         self._position, self._checkpoints = training.position, training.checkpoints
@@ -99,7 +102,7 @@ class AsynchronousLoop:
             epoch += 1
         self._training.end(processes=1 + self._size.workers + self._size.servers, replicas=self._size.workers)
 
-    def _epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
+    def _epoch(self, epoch: int, worker_step: Callable[..., object], leased: Any) -> None:
         try:
             self._train_epoch(epoch, worker_step, leased)
         except CancelledByServerLossError:
@@ -115,7 +118,7 @@ class AsynchronousLoop:
         self._training.evaluated(**score(model, test_batches, self._training.loss))
         model.train()
 
-    def _train_epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
+    def _train_epoch(self, epoch: int, worker_step: Callable[..., object], leased: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
         training, position, checkpoints = self._training, self._position, self._checkpoints
         position.begin_epoch(epoch)
@@ -132,7 +135,7 @@ class AsynchronousLoop:
         leased.ledger.check(complete=not training.is_over)
         position.end_epoch()
 
-    def _results(self, worker_step: Callable[..., Any], leased: Any) -> Iterator[tuple[float, int]]:
+    def _results(self, worker_step: Callable[..., object], leased: Any) -> Iterator[tuple[float, int]]:
         """The results of an epoch's steps in the order they were scheduled, which is not that of their updates.
 
         Nothing is in flight when the result is yielded after which a snapshot or a checkpoint is due: it has the
@@ -179,12 +182,12 @@ class LoaderOrder:
         loader: never read from itself; with a generator of its own, that stands where the first epoch begins.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self._generator = loader.generator
         self._beginnings = [loader.generator.get_state()]  # of the epochs that were reached so far
         numbers: Any = range(len(loader.dataset))  # type: ignore[arg-type]
         # A loader, not only its sampler: loaders draw from the generator themselves at the start of each pass.
-        self._batches: DataLoader[Any] = DataLoader(
+        self._batches: DataLoader[object] = DataLoader(
             numbers, batch_sampler=loader.batch_sampler, generator=loader.generator, collate_fn=list
         )
 

@@ -51,7 +51,7 @@ def synchronous(
     replicas: int | None = None,
     logical_devices: int | None = None,
     logical_mesh_shape: list[int] | None = None,
-    sharding_rules: dict[str, Any] | None = None,
+    sharding_rules: dict[str, object] | None = None,
     **options: Any,
 ) -> Strategy:
     """One of the registry's synchronous strategies. All other settings are arguments of its constructor, or of
@@ -108,7 +108,7 @@ def on_tpu(
     replicas: int | None,
     logical_devices: int,
     virtual_devices: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> Strategy:
     """Replicas times logical devices on a TPU, all driven by one process. Starts the TPU runtime of it if need be.
 
@@ -169,7 +169,7 @@ def computation_shape(mesh_shape: Sequence[int], logical_devices: int) -> list[i
     return [*min(fitting, key=lambda block: (-block[-1], max(block[:-1]), [-size for size in block]))]
 
 
-def create(name: str, config: ExperimentConfig, **options: Any) -> Strategy:
+def create(name: str, config: ExperimentConfig, **options: object) -> Strategy:
     """The strategy of that name in the registry, with what every one is told."""
     if "gradient_reduce_op" in config.strategy:  # else the strategy has none, or its own default
         options["gradient_reduce_op"] = config.strategy["gradient_reduce_op"]
@@ -183,7 +183,7 @@ def ignore_replicas(config: ExperimentConfig, plan: ProcessPlan | None, replicas
         print(ignored, file=sys.stderr, flush=True)
 
 
-def rules(config: ExperimentConfig, mesh: Sequence[int], given: dict[str, Any] | None) -> Any:
+def rules(config: ExperimentConfig, mesh: Sequence[int], given: dict[str, object] | None) -> object:
     """How the model's parameters are cut over a replica's logical devices: as it is ``given``, or as the model asks by
     a static method ``sharding_rules(axes, **settings)``. None: they are not."""
     of_model = getattr(targets.locate("model", config.model), "sharding_rules", None)

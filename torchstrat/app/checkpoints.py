@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchstrat.app import targets
 from torchstrat.app.config import ExperimentConfig
@@ -18,6 +18,9 @@ from torchstrat.app.report import Report
 from torchstrat.checkpoint import Checkpoint, CheckpointManager
 from torchstrat.checkpoint.preemption import PreemptionHandler
 from torchstrat.core.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.coordinator import ClusterCoordinator
 
 _FIXED = ("model", "data", "optimizer", "loss", "step")
 """Calls without which the rest of a run would not be that of the run that was begun."""
@@ -125,19 +128,19 @@ class Position:
         self._settings = position["settings"]
 
 
-def _settings(config: ExperimentConfig) -> dict[str, Any]:
+def _settings(config: ExperimentConfig) -> dict[str, object]:
     """Setting → value, as JSON has it."""
-    settings: dict[str, Any] = {"seed": config.seed, "data.global_batch": config.global_batch}
+    settings: dict[str, object] = {"seed": config.seed, "data.global_batch": config.global_batch}
     for group in _FIXED:
         settings |= {f"{group}.{key}": value for key, value in getattr(config, group).items()}
     settings.pop("data.workers", None)  # changes no number
-    copied: dict[str, Any] = json.loads(json.dumps(settings))
+    copied: dict[str, object] = json.loads(json.dumps(settings))
     return copied
 
 
-def _defaults(config: ExperimentConfig) -> dict[str, Any]:
+def _defaults(config: ExperimentConfig) -> dict[str, object]:
     """Of settings that a run need not mention."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for group in _FIXED:
         call = getattr(config, group)
         for key, value in (targets.defaults(group, call) if call else {}).items():
@@ -196,7 +199,7 @@ class Checkpoints:
         """What steps that are under way may take to end when the process is told to; None: as long as they like."""
         return None if self._manager is None else self._config.checkpoint.grace_seconds / 4
 
-    def begin(self, position: Position, report: Report, **objects: Any) -> None:
+    def begin(self, position: Position, report: Report, **objects: object) -> None:
         """Name what is saved; restore what the run goes on from, if anything, and tell the report.
 
         Raises `InvalidArgumentError` where ``resume`` and what is there do not fit; see `ExperimentConfig`.
@@ -265,7 +268,7 @@ class Checkpoints:
             self._report.say(f"told to end; saved after step {position.step} in {self._manager.directory}")
             raise RunAgain
 
-    def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
+    def restore_on_server_loss(self, coordinator: ClusterCoordinator, position: Position) -> None:
         """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
         settings ask for that."""
         manager = self._manager

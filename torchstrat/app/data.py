@@ -37,13 +37,13 @@ class Examples:
 
     train: Any
     test: Any
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
     """What a model's constructor may ask for by name: ``input_shape``, ``classes``."""
     loss: Loss = functional.cross_entropy
     """Unless the configuration has one."""
     collate_fn: Callable[[list[Any]], Any] | None = None
 
-    def train_loader(self, global_batch: int, seed: int, workers: int) -> DataLoader[Any]:
+    def train_loader(self, global_batch: int, seed: int, workers: int) -> DataLoader[object]:
         """Global batches in an order drawn anew each epoch, the last one as short as it comes: no row is dropped."""
         generator = torch.Generator().manual_seed(seed)
         return DataLoader(
@@ -56,11 +56,11 @@ class Examples:
             collate_fn=self.collate_fn,
         )
 
-    def test_loader(self, global_batch: int) -> DataLoader[Any]:
+    def test_loader(self, global_batch: int) -> DataLoader[object]:
         return DataLoader(self.test, batch_size=global_batch, collate_fn=self.collate_fn)
 
 
-def load(call: Mapping[str, Any]) -> Examples:
+def load(call: Mapping[str, object]) -> Examples:
     """The examples that a configuration asks for. Raises `InvalidArgumentError`; touches no device."""
     made = targets.make("data", call)
     if isinstance(made, Examples):
@@ -76,8 +76,8 @@ def load(call: Mapping[str, Any]) -> Examples:
     return Examples(train, test, _facts(train) if rows[0] else {})
 
 
-def _facts(rows: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
+def _facts(rows: Any) -> dict[str, object]:
+    facts: dict[str, object] = {}
     if isinstance(inputs := rows[0][0], torch.Tensor):
         facts["input_shape"] = tuple(inputs.shape)
     if hasattr(rows, "classes"):  # as torchvision's have it

@@ -89,7 +89,7 @@ class Training:
         """Before its epochs are."""
         return self.position.step == self.config.max_steps
 
-    def begin(self, rows: Any) -> None:
+    def begin(self, rows: object) -> None:
         """``rows``: the distributed or leased data set, whose place is saved and restored with the rest."""
         self.checkpoints.begin(self.position, self.report, model=self.model, optimizer=self.optimizer, data=rows)
 
@@ -238,7 +238,7 @@ def measure(loss: Loss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return torch.stack([total, correct, torch.full_like(total, rows)])
 
 
-def scores_of(measured: torch.Tensor) -> dict[str, Any]:
+def scores_of(measured: torch.Tensor) -> dict[str, object]:
     """``loss`` and ``accuracy`` in the mean over the ``rows``, of which there must be one; no ``accuracy`` is None.
 
     ``measured``: what `measure` returned, summed over all batches.

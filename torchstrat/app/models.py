@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -234,7 +234,7 @@ class RowTransformer(nn.Module):
         return logits
 
     @staticmethod
-    def sharding_rules(axes: Sequence[str], tensor_parallel: bool = False, **_settings: Any) -> Rules | None:
+    def sharding_rules(axes: Sequence[str], tensor_parallel: bool = False, **_settings: object) -> Rules | None:
         if not tensor_parallel:
             return None
         cut = [*axes]

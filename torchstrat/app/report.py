@@ -68,10 +68,10 @@ class Report:
         ``epoch``, as it was in ``checkpoint``; it may be this one's. Again, where a run goes back to a checkpoint of
         its own."""
 
-    def tell(self, event: str, **values: Any) -> None:
+    def tell(self, event: str, **values: object) -> None:
         """A line of the record."""
 
-    def parameters(self, name: str, state: Mapping[str, Any]) -> None:
+    def parameters(self, name: str, state: Mapping[str, object]) -> None:
         """A ``state_dict`` of CPU tensors, kept as ``<name>.pt``."""
 
     def say(self, text: str) -> None:
@@ -91,7 +91,7 @@ class FolderReport(Report):
     """Writes the files named above into ``folder`` (which exists) and shows progress on stderr."""
 
     def __init__(
-        self, folder: Path, config: ExperimentConfig, resolved: Mapping[str, Any], total_steps: int, title: str
+        self, folder: Path, config: ExperimentConfig, resolved: Mapping[str, object], total_steps: int, title: str
     ) -> None:
         from omegaconf import OmegaConf
 
@@ -123,7 +123,7 @@ class FolderReport(Report):
             if file.parent != self._folder.resolve() and int(file.stem.rpartition("_")[2]) <= step:
                 shutil.copyfile(file, self._folder / file.name)
 
-    def tell(self, event: str, **values: Any) -> None:
+    def tell(self, event: str, **values: object) -> None:
         record = {"event": event, **values}
         self._metrics.write(record)
         self._remember(record)
@@ -138,7 +138,7 @@ class FolderReport(Report):
             if self._config.curves:
                 draw_curves(self._folder / "curves.png", {self._title: self._records})
 
-    def parameters(self, name: str, state: Mapping[str, Any]) -> None:
+    def parameters(self, name: str, state: Mapping[str, object]) -> None:
         torch.save(dict(state), self._folder / f"{name}.pt")
 
     def sharding(self, sharding: Explanation) -> None:

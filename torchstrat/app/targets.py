@@ -46,7 +46,7 @@ def check(config: ExperimentConfig) -> None:
             _check(group, call)
 
 
-def _check(group: str, call: Mapping[str, Any]) -> None:
+def _check(group: str, call: Mapping[str, object]) -> None:
     target, given = locate(group, call), arguments(group, call)
     parameters = _parameters(target)
     if parameters is None:
@@ -71,7 +71,7 @@ def _check(group: str, call: Mapping[str, Any]) -> None:
         require(not is_missing, f"{group}.{name} has no default, and {call['_target_']} needs it; set {group}.{name}=…")
 
 
-def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
+def locate(group: str, call: Mapping[str, object]) -> Callable[..., Any]:
     """What ``_target_`` names. Imports its module."""
     path = call.get("_target_")
     require(
@@ -90,7 +90,7 @@ def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
     return target
 
 
-def arguments(group: str, call: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(group: str, call: Mapping[str, object]) -> dict[str, Any]:
     """The keys of ``call`` that are arguments."""
     left_out = {"_target_", "name", *_NO_ARGUMENTS.get(group, ())}
     if "name" in (_parameters(locate(group, call)) or ()):
@@ -98,13 +98,13 @@ def arguments(group: str, call: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in call.items() if key not in left_out}
 
 
-def defaults(group: str, call: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(group: str, call: Mapping[str, object]) -> dict[str, object]:
     """The arguments that the call can be made without, with their values."""
     parameters = _parameters(locate(group, call)) or {}
     return {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
 
 
-def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
+def make(group: str, call: Mapping[str, object], **offered: Any) -> Any:
     """Call what ``_target_`` names, with those of ``offered`` that it has parameters for.
 
     Raises:
@@ -139,7 +139,7 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
         raise InvalidArgumentError(f"{refused}: {why} (HYDRA_FULL_ERROR=1 shows where.)") from error
 
 
-def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(target: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
     """By name; None where Python does not know them."""
     try:
         return inspect.signature(target).parameters

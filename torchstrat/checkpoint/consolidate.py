@@ -300,7 +300,7 @@ def _write_pt(file: Path, stored: Stored, tree: object, versions: Mapping[str, V
     """First the file with holes where the numbers go, then these, through a mapping of it. The tensors that stand for
     them have addresses and no memory: nobody writes to theirs."""
 
-    def whole(stands_for: Callable[[_Slot], torch.Tensor]) -> dict[str, Any]:
+    def whole(stands_for: Callable[[_Slot], torch.Tensor]) -> dict[str, object]:
         found = _with_tensors(tree, stands_for)
         return {name: with_versions(one, versions.get(name)) for name, one in found.items()}
 

@@ -281,7 +281,7 @@ def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> FileCheck:
 def _require_whole(files: Mapping[str, FileCheck]) -> None:
     """Every row of a tensor is there once, and every name stands for one thing."""
     rows: dict[str, int] = {}
-    described: dict[str, tuple[Any, ...]] = {}
+    described: dict[str, tuple[KeyPath, tuple[int, ...] | None, str | None]] = {}
     entries = [entry for check in files.values() for entry in check.entries]
     for entry in sorted(entries, key=lambda entry: (entry.first, entry.rows)):
         key, description = key_of(entry.path), (entry.path, entry.shape, entry.dtype)

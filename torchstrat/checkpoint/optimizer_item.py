@@ -209,7 +209,7 @@ class OptimizerItem:
         wanted: list[Want] = [(Piece(path, ()), None) for path in paths]
         return {path[2]: [str(name) for name in names] for path, names in zip(paths, read(stored, wanted), strict=True)}
 
-    def _fits_groups(self, stored: Mapping[Any, list[str]], comparison: Comparison) -> bool:
+    def _fits_groups(self, stored: Mapping[object, list[str]], comparison: Comparison) -> bool:
         own = dict(enumerate(self.parameter_names()))
         name, fits = f"{self.name}.param_groups", True
         if stored.keys() != own.keys():

@@ -73,7 +73,7 @@ def shape_goes_by_rows(entry: tuple[int, ...], rows: int, shape: tuple[int, ...]
     return bool(shape and entry) and (entry == shape or (rows > 1 and entry[0] == rows))
 
 
-def flatten(path: KeyPath, value: Any) -> dict[KeyPath, Any]:
+def flatten(path: KeyPath, value: object) -> dict[KeyPath, object]:
     """A ``state_dict`` as its leaves. Dictionaries with string keys are opened; everything else is a leaf as it is, so
     that it comes back as what it was."""
     if not _is_opened(value):
@@ -81,7 +81,7 @@ def flatten(path: KeyPath, value: Any) -> dict[KeyPath, Any]:
     return {leaf: found for key, inner in value.items() for leaf, found in flatten((*path, key), inner).items()}
 
 
-def _is_opened(value: object) -> bool:
+def _is_opened(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
 
 
@@ -90,12 +90,12 @@ def is_of_job(path: KeyPath) -> bool:
     return path[0] == OWN and path[1] not in (VERSIONS, STRUCTURE)
 
 
-Structure = tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]
+Structure = tuple[Mapping[str, object], Sequence[tuple[str, Any]]]
 """How a ``state_dict`` that `flatten` has opened is nested: an empty one of its class, and by key the structure of what
 is inside, None for a leaf. Plain, so that who has no torchstrat can read it."""
 
 
-def structure_of(value: Any) -> Structure | None:
+def structure_of(value: object) -> Structure | None:
     """None for a leaf."""
     if not _is_opened(value):
         return None
@@ -103,7 +103,7 @@ def structure_of(value: Any) -> Structure | None:
     return _empty_like(value), inside
 
 
-def _empty_like(value: Mapping[str, Any]) -> Mapping[str, object]:
+def _empty_like(value: Mapping[str, object]) -> Mapping[str, object]:
     """A plain dict where there is none that pickles."""
     if type(value) is dict:
         return {}
@@ -131,7 +131,7 @@ def restructured(structure: Structure | None, value: object) -> Any:
     return whole
 
 
-def unflatten(leaves: Mapping[KeyPath, Any], depth: int) -> Any:
+def unflatten(leaves: Mapping[KeyPath, object], depth: int) -> Any:
     """The reverse of `flatten`; the first ``depth`` entries of all paths are left out."""
     root: dict[object, Any] = {}
     for path, value in leaves.items():

@@ -171,7 +171,7 @@ class TorchFolder:
         target = torch.empty(size, dtype=described.properties.dtype, device="cpu")
         return target, [dataclasses.replace(item, dest_index=_place(number)) for item in items]
 
-    def _read_item(self, reader: FileSystemReader, name: str, item: ReadItem, results: list[object]) -> None:
+    def _read_item(self, reader: FileSystemReader, name: str, item: ReadItem, results: list[Any]) -> None:
         try:
             reader.read_data(LoadPlan([item]), _Receiver(results)).wait()
         except Exception as error:  # whatever torch.load raises

@@ -185,7 +185,7 @@ def _opener(
     return open_equal_chunks if policy is AutoShardPolicy.DATA else open_fixed_sizes
 
 
-def _has_to_read_here(layout: InputLayout, sources: Iterable[Source], streams: Iterable[Stream[Any]]) -> bool:
+def _has_to_read_here(layout: InputLayout, sources: Iterable[Source], streams: Iterable[Stream[nest.Nest]]) -> bool:
     """Whether no thread may read ahead. Processes that read the same, or share it out by what all draw alike, would
     come to differ where their threads draw between other draws of the program."""
     drawn_alike = layout.peers is not None and any(source.draws for source in sources)

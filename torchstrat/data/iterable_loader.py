@@ -11,15 +11,16 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
 
+from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import spec
-from torchstrat.data.loader_batches import CollateAndSplit
+from torchstrat.data.loader_batches import Collate, CollateAndSplit
 from torchstrat.data.own_draws import (
     Continuing,
     OwnDraws,
@@ -34,77 +35,83 @@ from torchstrat.data.own_draws import (
 from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
-from torchstrat.data.sequence import is_stateful, own_state, rows_of, skip, skip_extra
+from torchstrat.data.sequence import END, Counting, Stateful, is_stateful, own_state, rows_of, skip, skip_extra
 from torchstrat.data.workers import Watch, WatchedInWorkers, draw_for_workers, generator_of_workers
 
 if TYPE_CHECKING:
-    from torchstrat.data.sources import FileSource
+    from torchstrat.data.sources import FileSource, Source
 
-MakeLoader = Callable[..., DataLoader[Any]]
+MakeLoader = Callable[..., DataLoader[object]]
 """``make(dataset, collate, generator)``: a loader with the user's settings otherwise."""
 
-_END: Final[Any] = object()
 
-
-class _From(IterableDataset[Any]):
+class _From(IterableDataset[object]):
     """The elements of a dataset after the first ``skipped``, which are read and dropped: at once, by ``iter``, or when
     the first element is asked for."""
 
-    def __init__(self, dataset: Any, skipped: int, at_once: bool = True) -> None:
+    def __init__(self, dataset: Iterable[object], skipped: int, at_once: bool = True) -> None:
         self._dataset, self._skipped, self._at_once = dataset, skipped, at_once
         self.ended = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         elements = iter(self._dataset)
         if self._at_once:
             self._skip(elements)
         return self._watched(elements)
 
-    def _skip(self, elements: Iterator[Any]) -> None:
+    def _skip(self, elements: Iterator[object]) -> None:
         next(itertools.islice(elements, self._skipped, self._skipped), None)
 
-    def _watched(self, elements: Iterator[Any]) -> Iterator[Any]:
+    def _watched(self, elements: Iterator[object]) -> Iterator[object]:
         if not self._at_once:
             self._skip(elements)
         yield from elements
         self.ended = True
 
 
-class OwnFiles(IterableDataset[Any]):
+class OwnFiles(IterableDataset[object]):
     """The files of one process. Data-loading workers of that process take turns in its files' elements."""
 
     def __init__(self, dataset: FileSource, files: Sequence[PathLike]) -> None:
         self.dataset, self._files = dataset, files
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         worker = torch.utils.data.get_worker_info()
         elements = iter(self.dataset.open(self._files))
         return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
 
 
-class Opened(IterableDataset[Any]):
+class Opened(IterableDataset[object]):
     """The batches of another source. They are the elements of this dataset."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         worker = torch.utils.data.get_worker_info()
         elements = self.source.open().items
         return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
 
 
-def read_by(dataset: object) -> Any:
+def read_by(dataset: object) -> object:
     """The user's data set in ours."""
     if isinstance(dataset, OwnFiles):
         return dataset.dataset
     return getattr(dataset.source, "data", dataset) if isinstance(dataset, Opened) else dataset
 
 
-def _counting_passes(dataset: object) -> Any:
-    """What shuffles by the number of the pass, in its attribute ``passes``; None for a dataset that is not ours."""
+@runtime_checkable
+class _CountsPasses(Protocol):
+    """What shuffles by the number of the pass."""
+
+    passes: int
+
+
+def _counting_passes(dataset: object) -> _CountsPasses | None:
+    """None for a dataset that is not ours."""
     if isinstance(dataset, Opened):
-        return dataset.source if hasattr(dataset.source, "passes") else None
+        source: object = dataset.source
+        return source if isinstance(source, _CountsPasses) else None
     found = read_by(dataset)
     return found if isinstance(found, Pipeline) else None
 
@@ -117,7 +124,7 @@ class IterableLoader:
         make: another one with its settings.
     """
 
-    def __init__(self, loader: DataLoader[Any], make: MakeLoader) -> None:
+    def __init__(self, loader: DataLoader[object], make: MakeLoader) -> None:
         self._loader, self._make = loader, make
         self._dataset: Any = loader.dataset
         workers, batched = loader.num_workers, loader.batch_size is not None
@@ -125,19 +132,19 @@ class IterableLoader:
         piped = isinstance(self._dataset, IterDataPipe)  # torch looks for it in the loader: it cannot be wrapped
         self._by_element = workers == 0 and batched and not piped
         self._by_turns = workers > 0 or (piped and batched)
-        self._stateful: Any = self._dataset if is_stateful(self._dataset) and workers == 0 and not piped else None
+        self._stateful: Stateful | None = (
+            self._dataset if is_stateful(self._dataset) and workers == 0 and not piped else None
+        )
         owners = (loader,) if workers else (loader, read_by(self._dataset))
         self._streams = RandomStreams(own=generators_in(*owners))
-        self._kept: DataLoader[Any] | None = None
+        self._kept: DataLoader[object] | None = None
         # Of persistent workers: the states from which their seed was drawn, and how often they have started over.
         self._started: dict[str, object] | None = None
         self._passes = 0
         self._again: Resume | None = None
         self._pipeline: int | None = None
 
-    def open(
-        self, collate: Callable[[list[Any]], Any], resume: Resume | None, pipeline: int | None = None
-    ) -> Stream[Any]:
+    def open(self, collate: Collate, resume: Resume | None, pipeline: int | None = None) -> Stream[nest.Nest]:
         """The batches as ``collate`` makes them. ``pipeline``: as of `Source`."""
         self._pipeline = pipeline
         resume, self._again = resume or self._again, None
@@ -154,7 +161,7 @@ class IterableLoader:
         with spec.undisturbed_randomness():
             return self._open_again(collate, resume)
 
-    def _open_new(self, collate: Callable[[list[Any]], object]) -> Stream[Any]:
+    def _open_new(self, collate: Collate) -> Stream[nest.Nest]:
         states, passes = self._streams.states(), self._passes_of_dataset()
         if self._persistent:
             if self._started is None:
@@ -167,7 +174,7 @@ class IterableLoader:
         batches, seeds = self._opened(watched, collate)
         return self._counted(batches, first, states, passes, watched, seeds)
 
-    def _open_again(self, collate: Callable[[list[Any]], object], resume: Resume) -> Stream[Any]:
+    def _open_again(self, collate: Collate, resume: Resume) -> Stream[nest.Nest]:
         place, states, passes = resume.place, resume.beginning["streams"], resume.beginning["passes"]
         if self._stateful is not None and place.own is not None:
             self._stateful.load_state_dict(copy.deepcopy(place.own))
@@ -190,7 +197,7 @@ class IterableLoader:
             self._streams.put(resume.beginning["own_now"])
         return self._counted(batches, place, states, passes, watched, seeds)
 
-    def _ended(self, resume: Resume) -> Stream[Any]:
+    def _ended(self, resume: Resume) -> Stream[nest.Nest]:
         """Nothing is left of this pass; the next one begins as it would have."""
         beginning = resume.beginning
         between = {"streams": beginning["own_now"], "passes": beginning["passes"] + 1, "own": resume.place.own}
@@ -204,14 +211,15 @@ class IterableLoader:
         One that shards itself may do that by what all processes draw alike: it is left alone.
         """
         data = read_by(self._dataset)
-        ours = isinstance(data, Pipeline)
-        if self._pipeline is None or (ours and not data.functions and self._loader.collate_fn is default_collate):
+        if self._pipeline is None:
             return False
-        return ours or isinstance(self._dataset, OwnFiles)
+        if isinstance(data, Pipeline):
+            return bool(data.functions) or self._loader.collate_fn is not default_collate
+        return isinstance(self._dataset, OwnFiles)
 
     def _opened(
-        self, dataset: object, collate: Callable[[list[Any]], object], seeds: Seeds | None = None
-    ) -> tuple[Iterator[Any], Seeds | None]:
+        self, dataset: object, collate: Collate, seeds: Seeds | None = None
+    ) -> tuple[Iterator[object], Seeds | None]:
         """``seeds``: of what is read in this process, if the pass has some already."""
         loader, pipeline = self._loader, self._pipeline
         if pipeline is None or not self._apart:
@@ -230,7 +238,7 @@ class IterableLoader:
         batches = iter(self._loader_of(dataset, collate, loader.generator))
         return Continuing(batches, OwnDraws(seeds, owned), 0, pipeline), seeds
 
-    def _opened_alike(self, dataset: object, collate: Callable[[list[Any]], object]) -> Iterator[Any]:
+    def _opened_alike(self, dataset: object, collate: Collate) -> Iterator[object]:
         """What draws from streams that are seeded as those of the other pipelines; the first one tells of it."""
         loader, name = self._loader, type(self._dataset).__qualname__
         if self._pipeline != 0 or isinstance(read_by(self._dataset), Pipeline):
@@ -254,15 +262,14 @@ class IterableLoader:
         if isinstance(self._dataset, OwnFiles):
             yield
             return
+        assert isinstance(data, Pipeline)
         data.seed_in_workers = next_of(self._loader.generator)  # with which those of the first pipeline are seeded
         try:
             yield
         finally:
             data.seed_in_workers = None
 
-    def _loader_of(
-        self, dataset: object, collate: Callable[[list[Any]], object], generator: torch.Generator | None
-    ) -> DataLoader[Any]:
+    def _loader_of(self, dataset: object, collate: Collate, generator: torch.Generator | None) -> DataLoader[object]:
         plain = collate is self._loader.collate_fn and generator is self._loader.generator
         if plain and dataset is None and not self._persistent:
             return self._loader
@@ -279,14 +286,14 @@ class IterableLoader:
         passes: int,
         watched: _From | None,
         seeds: Seeds | None,
-    ) -> Stream[Any]:
-        def after(place: Place, batch: Any) -> Place:
-            if batch is _END:
+    ) -> Stream[nest.Nest]:
+        def after(place: Place, batch: object) -> Place:
+            if batch is END:
                 return place._replace(own=own_state(self._stateful), ended=True)
             ended = watched is not None and watched.ended
             return Place(place.batches + 1, self._rows_after(place, batch), own=own_state(self._stateful), ended=ended)
 
-        def beginning() -> dict[str, Any]:
+        def beginning() -> dict[str, object]:
             return {"streams": states, "passes": passes, "own_now": self._streams.own_states(), "draws": seeds}
 
         return _stream(batches, first, after, beginning, here=seeds is not None)
@@ -316,11 +323,11 @@ class IterableLoader:
         if self._loader.num_workers:
             self._ours.passes = before
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         found = {"dataset": type(self._dataset).__name__, "num_workers": self._loader.num_workers}
         return found | ({"batch_size": self._loader.batch_size} if self._by_turns else {})
 
-    def between(self) -> dict[str, Any]:
+    def between(self) -> dict[str, object]:
         found: dict[str, object] = {"streams": self._streams.own_states(), "passes": self._passes_of_dataset()}
         if self._stateful is not None:
             found["own"] = own_state(self._stateful)
@@ -346,24 +353,6 @@ def _stream(
     after: Callable[..., Place],
     beginning: Callable[[], dict[str, object]],
     here: bool = False,
-) -> Stream[Any]:
-    counting = _Counting(batches, first, after)
+) -> Stream[nest.Nest]:
+    counting = Counting(batches, first, after)
     return Stream(counting, counting.stand, beginning, here)
-
-
-class _Counting:
-    def __init__(self, batches: Iterator[Any], first: Place, after: Callable[..., Place]) -> None:
-        self._batches, self._place, self._after = batches, first, after
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches, _END)
-        self._place = self._after(self._place, batch)
-        if batch is _END:
-            raise StopIteration
-        return batch
-
-    def stand(self) -> Place:
-        return self._place

@@ -49,7 +49,7 @@ from torchstrat.data.own_draws import (
 )
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.random_states import RandomStreams, generators_in
+from torchstrat.data.random_states import RandomGenerator, RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files, set_loader_source
 from torchstrat.data.streams import Step
@@ -63,7 +63,7 @@ class LoaderSource(Source):
     are object arrays, as their ``batch`` makes them.
     """
 
-    def __init__(self, loader: DataLoader[Any], strings_as_arrays: bool | None = None) -> None:
+    def __init__(self, loader: DataLoader[object], strings_as_arrays: bool | None = None) -> None:
         self.loader = loader
         as_arrays = isinstance(loader.dataset, Pipeline) if strings_as_arrays is None else strings_as_arrays
         self._convert = rows.strings_to_arrays if as_arrays else rows.to_tensors
@@ -78,11 +78,11 @@ class LoaderSource(Source):
         self.rereads = self._iterable
         self.has_workers = loader.num_workers > 0
         self.exclusive = loader.persistent_workers
-        self._inner: DataLoader[Any] | None = None
+        self._inner: DataLoader[object] | None = None
         self._given = _Requests()
         self._streams = streams_of(loader)
         self._settled_workers = False
-        self._generators: list[Any] | None = None
+        self._generators: list[RandomGenerator] | None = None
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         self._sequence = IterableLoader(
             loader,
@@ -134,7 +134,7 @@ class LoaderSource(Source):
         batches = self._read(self._splitting(layout, compare=layout.num_workers > 1), resume)
         return replace(batches, items=map(_step_of, batches.items))
 
-    def _read(self, collate: Collate, resume: Resume | None) -> Stream[Any]:
+    def _read(self, collate: Collate, resume: Resume | None) -> Stream[nest.Nest]:
         """Batches as ``collate`` makes them, in the loader's own order."""
         if self._iterable:
             return self._sequence.open(collate, resume, self.pipeline)
@@ -207,19 +207,19 @@ class LoaderSource(Source):
             return f"the data set {type(dataset).__name__}, which is asked for many rows at once,"
         return f"the collate function {getattr(collate, '__qualname__', type(collate).__qualname__)}"
 
-    def _owned(self) -> list[Any]:
+    def _owned(self) -> list[RandomGenerator]:
         """Generators from which the data set draws in this process; looked for once."""
         if self._generators is None:
             drawing = not self.has_workers and not draws_nothing(self.loader)
             self._generators = generators_of_data(self.loader.dataset, self.loader.collate_fn) if drawing else []
         return self._generators
 
-    def _copied(self) -> list[Any]:
+    def _copied(self) -> list[RandomGenerator]:
         """Generators of the data set, of which each of the loader's workers takes a copy."""
         copies = self.has_workers and not draws_nothing(self.loader)
         return generators_of_data(self.loader.dataset, self.loader.collate_fn) if copies else []
 
-    def _inner_loader(self, generator: torch.Generator | None, collate: Collate) -> DataLoader[Any]:
+    def _inner_loader(self, generator: torch.Generator | None, collate: Collate) -> DataLoader[object]:
         """The user's loader, but for its order; kept where its workers are."""
         if self._inner is None or not self.exclusive:
             name = "batch_sampler" if self._auto_collated else "sampler"
@@ -246,13 +246,13 @@ class LoaderSource(Source):
         else:
             yield
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         if self._iterable:
             return self._sequence.settings()
-        found = {"number of rows": len_of(self.loader.dataset), "sampler": sampler_name(self.loader)}
+        found: dict[str, object] = {"number of rows": len_of(self.loader.dataset), "sampler": sampler_name(self.loader)}
         return found | {"generators": self._streams.own_kinds}
 
-    def between(self) -> dict[str, Any]:
+    def between(self) -> dict[str, object]:
         if self._iterable:
             return self._sequence.between()
         stateful = stateful_part(index_sampler(self.loader))
@@ -281,7 +281,7 @@ class LoaderSource(Source):
         count = self.declared_batch if self._drops else None
         return nest.map_structure(lambda leaf: leaf.with_rows(count), found)
 
-    def _example(self) -> Any:
+    def _example(self) -> object:
         dataset = self.loader.dataset
         if isinstance(dataset, range):
             return 0
@@ -306,7 +306,7 @@ class LoaderSource(Source):
         return reads_files(self.loader.dataset)
 
     def for_files(self, worker: int, workers: int) -> Source:
-        dataset: Any = self.loader.dataset
+        dataset = self.loader.dataset
         if not reads_files(dataset):
             return super().for_files(worker, workers)
         files = files_of_worker(dataset.files, worker, workers)
@@ -343,7 +343,7 @@ def _requests(shares: Iterator[Share], first: int, draws: OwnDraws | None) -> It
 
 
 def _ordering(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     streams: RandomStreams,
     resume: Resume | None,
     opened: list[tuple[Draws, Counted]],
@@ -387,7 +387,7 @@ class _Requests:
     def __init__(self) -> None:
         self.begin(lambda: iter(()), _no_draw)
         self._streams = RandomStreams(())
-        self._before: dict[str, Any] = {}
+        self._before: dict[str, object] = {}
 
     def begin(self, draw: Callable[[], Iterator[Index]], between: Callable[[], None]) -> None:
         """For the next epoch, which ``draw`` opens. A loader that starts workers has it opened twice, and draws their
@@ -411,7 +411,7 @@ class _Requests:
             self._streams, self._before = RandomStreams(()), {}
 
 
-def _like(loader: DataLoader[Any], dataset: Any = None, **changes: Any) -> DataLoader[Any]:
+def _like(loader: DataLoader[object], dataset: Any = None, **changes: Any) -> DataLoader[object]:
     """A loader with the settings of ``loader``, but for the changes. Batches come in the order of requests, by which
     positions count; what is read without a position sets ``in_order``."""
     return DataLoader(
@@ -427,7 +427,7 @@ def _like(loader: DataLoader[Any], dataset: Any = None, **changes: Any) -> DataL
     )
 
 
-def _length(loader: DataLoader[Any]) -> int:
+def _length(loader: DataLoader[object]) -> int:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -463,7 +463,9 @@ class PassDraws:
         resume: where to go on; generators of the data set are put where they stood.
     """
 
-    def __init__(self, loader: DataLoader[Any], owned: Sequence[Any], whole: bool, resume: Resume | None) -> None:
+    def __init__(
+        self, loader: DataLoader[object], owned: Sequence[RandomGenerator], whole: bool, resume: Resume | None
+    ) -> None:
         self._loader, self._owned, self._whole, self._resume = loader, owned, whole, resume
         beginning = {} if resume is None else resume.beginning
         RandomStreams((), owned).put(beginning.get("data", {}))
@@ -511,8 +513,8 @@ class PassDraws:
 
 
 def beginning_with(
-    of_order: Callable[[], dict[str, object]], owned: Sequence[object], seeds: Seeds | None = None
-) -> Callable[[], dict[str, Any]]:
+    of_order: Callable[[], dict[str, object]], owned: Sequence[RandomGenerator], seeds: Seeds | None = None
+) -> Callable[[], Mapping[str, object]]:
     """What it takes to draw the order again, and what the data set draws. It outlives the loader's workers."""
     data = RandomStreams((), owned)
     return lambda: {**of_order(), "data": data.own_states(), "draws": seeds}

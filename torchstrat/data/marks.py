@@ -36,14 +36,14 @@ def _is_dataclass(value: object) -> bool:
     return hasattr(kind, "__dataclass_fields__")
 
 
-def children(value: object) -> list[Any]:
+def children(value: object) -> list[nest.Nest]:
     """What a container holds, in order; of a dataclass, what it is made of."""
     if nest.is_nested(value):
         return nest.values_of(value)
     return [getattr(value, name) for name in names(value)]
 
 
-def rebuild(like: object, values: list[object]) -> Any:
+def rebuild(like: object, values: list[object]) -> nest.Nest:
     """A container of the kind of ``like`` that holds ``values``.
 
     Raises:
@@ -52,7 +52,7 @@ def rebuild(like: object, values: list[object]) -> Any:
     return nest.rebuild(like, values) if nest.is_nested(like) else _rebuild_dataclass(like, values)
 
 
-def with_children(value: Any, held: Sequence[object], made: list[object]) -> Any:
+def with_children(value: nest.Nest, held: Sequence[object], made: list[object]) -> nest.Nest:
     """`rebuild`, or ``value`` itself where all that was ``made`` of what it ``held`` is the same."""
     return value if all(new is old for new, old in zip(made, held, strict=True)) else rebuild(value, made)
 
@@ -115,16 +115,16 @@ MarkedT = TypeVar("MarkedT", bound="Marked")
 class Marked:
     """A leaf of a batch and what is said about its rows. Made by `same`, `examples` and `axis`."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: nest.Nest) -> None:
         self.value = value
 
-    def holding(self: MarkedT, value: Any) -> MarkedT:
+    def holding(self: MarkedT, value: nest.Nest) -> MarkedT:
         """Another value, of which the same is said."""
         made = copy.copy(self)
         made.value = value
         return made
 
-    def map(self, fn: Callable[[Any], Any]) -> Marked:
+    def map(self, fn: Callable[[nest.Nest], nest.Nest]) -> Marked:
         """With ``fn`` of what it holds; itself where that changes nothing."""
         made = fn(self.value)
         return self if made is self.value else self.holding(made)
@@ -144,7 +144,7 @@ class Same(Marked):
 class Examples(Marked):
     """A list with an example per row."""
 
-    def map(self, fn: Callable[[Any], Any]) -> Marked:
+    def map(self, fn: Callable[[nest.Nest], nest.Nest]) -> Marked:
         made = with_children(self.value, self.value, [fn(one) for one in self.value])
         return self if made is self.value else self.holding(made)
 
@@ -152,7 +152,7 @@ class Examples(Marked):
 class Along(Marked):
     """A tensor or an array whose rows are along ``dim``."""
 
-    def __init__(self, value: Any, dim: int) -> None:
+    def __init__(self, value: nest.Nest, dim: int) -> None:
         super().__init__(value)
         self.dim = dim
 
@@ -254,7 +254,7 @@ def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
     return with_children(part, ours, [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)])
 
 
-def _unmarked(leaf: object, mark: str) -> Any:
+def _unmarked(leaf: object, mark: str) -> object:
     if isinstance(leaf, Marked):
         raise WrongTypeError(
             f"ts.data.{mark} got a value that is marked already, as {type(leaf).__name__}: mark it once."

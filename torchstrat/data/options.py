@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
@@ -138,7 +138,7 @@ def require_options(options: InputOptions | None) -> InputOptions:
     return options
 
 
-def _one_of(name: str, long: object, short: object, default: object) -> Any:
+def _one_of(name: str, long: object, short: object, default: object) -> object:
     if long is not None and short is not None:
         raise WrongTypeError(f"InputOptions was given both {name} and experimental_{name}; they are one field.")
     chosen = long if long is not None else short

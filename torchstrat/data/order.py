@@ -20,7 +20,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -39,21 +39,20 @@ from torchstrat.core.randomness import state_of
 from torchstrat.data import spec
 from torchstrat.data.own_draws import CommonDraws, Seeds, generators_of_data
 from torchstrat.data.position import Place, Resume
-from torchstrat.data.random_states import RandomStreams, generators_in
+from torchstrat.data.random_states import RandomGenerator, RandomStreams, generators_in
+from torchstrat.data.sequence import Stateful, is_stateful, own_state
 
+T = TypeVar("T")
 Index = Any
 """What a sampler yields: a list of indices for a batch, or one index where the dataset makes the batches."""
 
 _CHUNK = 4096
 
 
-def stateful_part(sampler: object) -> Any:
+def stateful_part(sampler: object) -> Stateful | None:
     """The sampler, or the one that torch's `BatchSampler` groups, if it can say and set where it stands; else None."""
     candidates = (sampler, sampler.sampler) if type(sampler) is BatchSampler else (sampler,)
-    for one in candidates:
-        if callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)):
-            return one
-    return None
+    return next((one for one in candidates if is_stateful(one)), None)
 
 
 def rows_named(index: Index, grouped: bool) -> list[Any]:
@@ -101,11 +100,11 @@ class Draws:
     def __init__(self, sampler: Any, streams: RandomStreams, grouped: bool, resume: Resume | None = None) -> None:
         self._sampler, self._streams, self._grouped, self._resume = sampler, streams, grouped, resume
         self._stateful = stateful_part(sampler)
-        self.own_states: deque[tuple[Any, bool]] | None = None if self._stateful is None else deque()
+        self.own_states: deque[tuple[object, bool]] | None = None if self._stateful is None else deque()
         """After each batch that was drawn and has not been counted yet, with whether it was the last; None for a
         sampler without ``state_dict()``."""
         self._ended = False
-        self._at_first: dict[str, Any] | None = None
+        self._at_first: dict[str, object] | None = None
         self._drawn, self._drawn_again = 0, 0
         self.first_place = Place(own=self.own_state()) if resume is None else resume.place
         """Before the first batch. Known only after `begin`, where a pass goes on."""
@@ -135,11 +134,11 @@ class Draws:
             return iter(self._sampler)
         return iter(BatchSampler(self._watched(), self._sampler.batch_size, self._sampler.drop_last))
 
-    def _watched(self) -> Iterator[Any]:
+    def _watched(self) -> Iterator[int]:
         yield from self._sampler.sampler
         self._ended = True
 
-    def beginning(self) -> dict[str, Any]:
+    def beginning(self) -> dict[str, object]:
         """What it takes to draw all of this again."""
         if self._resume is not None:
             return dict(self._resume.beginning)
@@ -162,13 +161,13 @@ class Draws:
             else:
                 self._repeat(resume)
 
-    def own_state(self) -> Any:
+    def own_state(self) -> object:
         """What the sampler says of itself now, if it does."""
-        # A copy: what a sampler hands out here may be what it goes on changing.
-        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+        return own_state(self._stateful)
 
     def _load(self, resume: Resume) -> None:
         """Its own generators are the sampler's affair; the shared streams are those of the beginning of the pass."""
+        assert self._stateful is not None
         self._stateful.load_state_dict(copy.deepcopy(resume.place.own))
         self._streams.put_shared(self._at_opening)
         batches = iter(()) if resume.place.ended else self._opened()
@@ -282,17 +281,14 @@ class Counted:
         return index
 
 
-class Served:
+class Served(Iterator[T]):
     """Batches or steps, one for each index batch, with the place after the one that was given out last."""
 
-    def __init__(self, items: Iterator[Any], order: Counted, first: Place) -> None:
+    def __init__(self, items: Iterator[T], order: Counted, first: Place) -> None:
         self._items, self._order = items, order
         self._place = first
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         try:
             item = next(self._items)
         except StopIteration:
@@ -309,12 +305,12 @@ class Served:
 _OWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def index_sampler(loader: DataLoader[Any]) -> Any:
+def index_sampler(loader: DataLoader[object]) -> Any:
     """What the loader draws from: its batch sampler, or its sampler where the dataset makes the batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def streams_of(loader: DataLoader[Any]) -> RandomStreams:
+def streams_of(loader: DataLoader[object]) -> RandomStreams:
     """What the loader's sampler may draw from. Torch's own samplers have one stream each; any other may use all."""
     own = _own_sampler(index_sampler(loader))
     if own is None:
@@ -323,14 +319,14 @@ def streams_of(loader: DataLoader[Any]) -> RandomStreams:
     return RandomStreams(("torch",) if default else (), generators_in(loader))
 
 
-def sampler_name(loader: DataLoader[Any]) -> str:
+def sampler_name(loader: DataLoader[object]) -> str:
     """Which order it has, in words."""
     return " of ".join(type(sampler).__name__ for sampler in _grouped_samplers(loader))
 
 
-def _grouped_samplers(loader: DataLoader[Any]) -> Iterator[Any]:
+def _grouped_samplers(loader: DataLoader[object]) -> Iterator[object]:
     """What it draws from, the sampler that this groups, and so on."""
-    sampler = index_sampler(loader)
+    sampler: object = index_sampler(loader)
     for _ in range(8):
         if sampler is None:
             return
@@ -338,13 +334,13 @@ def _grouped_samplers(loader: DataLoader[Any]) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None)
 
 
-def _generators_of(loader: DataLoader[Any]) -> list[object]:
+def _generators_of(loader: DataLoader[object]) -> list[RandomGenerator]:
     """Generators beside the process's that drawing indices can reach."""
     found = [one for sampler in _grouped_samplers(loader) for one in generators_of_data(sampler, None)]
     return list({id(one): one for one in found}.values())
 
 
-def refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
+def refuse_distributed_sampler(loader: DataLoader[object]) -> None:
     """A loader that is sharded by its sampler would be sharded twice."""
     if any(isinstance(sampler, DistributedSampler) for sampler in _grouped_samplers(loader)):
         raise UnsupportedError(
@@ -354,12 +350,12 @@ def refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
         )
 
 
-def refuse_indices_of_the_whole(loader: DataLoader[Any]) -> bool:
+def refuse_indices_of_the_whole(loader: DataLoader[object]) -> bool:
     """Whether the loader shuffles. Raises `UnsupportedError` if its order is not one that part of the rows can have."""
     sampler = index_sampler(loader)
     own = _own_sampler(sampler)
     plain = isinstance(own, SequentialSampler) or (
-        isinstance(own, RandomSampler) and not own.replacement and own._num_samples is None
+        isinstance(own, RandomSampler) and not own.replacement and own.num_samples == len(own.data_source)
     )
     if not plain or (loader.batch_sampler is not None and type(sampler) is not BatchSampler):
         raise UnsupportedError(
@@ -386,7 +382,7 @@ class IndexOrder:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[object],
         communicator: Communicator,
         ahead: int,
         resume: Resume | None = None,
@@ -452,7 +448,7 @@ class IndexOrder:
         """Where this pass goes on."""
         return self._first_place if self.draws is None else self.draws.first_place
 
-    def beginning(self) -> dict[str, Any]:
+    def beginning(self) -> dict[str, object]:
         """What it takes to draw this order again, on the ranks that draw."""
         return {} if self.draws is None else self.draws.beginning()
 

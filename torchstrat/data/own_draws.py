@@ -29,15 +29,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 from torchstrat.core.randomness import state_of
 from torchstrat.core.reachable import Start
 from torchstrat.data.pipeline import Pipeline
-from torchstrat.data.random_states import RandomStreams
+from torchstrat.data.random_states import RandomGenerator, RandomStreams
 
 PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
-NUMPYS: Any = np.random.rand.__self__  # type: ignore[attr-defined]
+NUMPYS: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-defined]
 """The objects behind the functions of the modules `random` and ``numpy.random``."""
 
 _WORDS = 624
@@ -74,11 +75,11 @@ class NumpyStream:
     """
 
     def __init__(self) -> None:
-        self._bits: Any = None
+        self._bits: np.random.BitGenerator | None = None
         self._address = 0
         self._seen = b""
 
-    def state(self) -> Any:
+    def state(self) -> object:
         if not self._found():
             return NUMPYS.get_state(legacy=False)
         here = ctypes.string_at(self._address, _SIZE)
@@ -90,7 +91,7 @@ class NumpyStream:
         self._seen = here
         return here
 
-    def put(self, state: object) -> None:
+    def put(self, state: Any) -> None:
         if isinstance(state, bytes):
             NUMPYS.seed(0)  # forgets what is left of a pair
             ctypes.memmove(self._address, state, _SIZE)
@@ -102,17 +103,17 @@ class NumpyStream:
         if self._address:
             NUMPYS.seed(seed)
         else:
-            NUMPYS.set_state({**type(self._bits)(seed).state, "has_gauss": 0, "gauss": 0.0})
+            NUMPYS.set_state({**type(mtrand.get_bit_generator())(seed).state, "has_gauss": 0, "gauss": 0.0})
 
     def _found(self) -> bool:
         """Whether the words are at hand; looked for again when NumPy has been given another bit generator."""
-        bits = NUMPYS._bit_generator
+        bits = mtrand.get_bit_generator()
         if bits is not self._bits:
             self._bits, self._seen = bits, b""
             self._address = self._look(bits)
         return self._address != 0
 
-    def _look(self, bits: object) -> int:
+    def _look(self, bits: np.random.BitGenerator) -> int:
         if type(bits) is not np.random.MT19937:
             return 0
         address = int(bits.ctypes.state_address)
@@ -127,7 +128,7 @@ class ProcessStreams:
     def __init__(self) -> None:
         self._python, self.numpy = PythonStream(), NumpyStream()
 
-    def stand(self) -> tuple[torch.Tensor, Any, Any]:
+    def stand(self) -> tuple[torch.Tensor, Any, object]:
         return state_of(), self._python.state(), self.numpy.state()
 
     def put(self, stand: tuple[torch.Tensor, Any, object]) -> None:
@@ -140,7 +141,7 @@ logger = logging.getLogger("torchstrat.data")
 T = TypeVar("T")
 Seeds = tuple[int, int]
 """For the process's streams, and for generators that belong to the data set."""
-_Stand = tuple[tuple[torch.Tensor, Any, Any], dict[str, Any]]
+_Stand = tuple[tuple[torch.Tensor, Any, object], dict[str, object]]
 """Where the process's streams and those of the data set are."""
 
 COMMON = -1
@@ -155,7 +156,7 @@ class OwnDraws:
         owned: generators that belong to the data set or the collate function.
     """
 
-    def __init__(self, seeds: Seeds, owned: Sequence[Any]) -> None:
+    def __init__(self, seeds: Seeds, owned: Sequence[RandomGenerator]) -> None:
         self._seeds, self._owned, self._streams = seeds, owned, RandomStreams((), owned)
         self._outside: _Stand | None = None
         self._inside: _Stand | None = None
@@ -264,7 +265,7 @@ def tell_of_common_draws(name: str) -> None:
     )
 
 
-def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[object]) -> Seeds:
+def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[RandomGenerator]) -> Seeds:
     """Decided by where the process's streams and those of the data set stand, which stay there.
 
     ``generator``: what a loader draws from once for every pass, so that every pass has other seeds.
@@ -286,14 +287,14 @@ def draws_without_loader(dataset: object, beginning: Mapping[str, Any] | None) -
     return OwnDraws(seeds, owned), seeds
 
 
-def leave_for_next_pass(owned: Sequence[object]) -> None:
+def leave_for_next_pass(owned: Sequence[RandomGenerator]) -> None:
     """Move the data set's generators, which the pass leaves where they are: the next one has other seeds."""
     for generator in owned:
         _next_of(generator)
 
 
 @contextlib.contextmanager
-def apart(owned: Sequence[object], rank: int) -> Iterator[None]:
+def apart(owned: Sequence[RandomGenerator], rank: int) -> Iterator[None]:
     """Around the start of loader processes that take copies of the data set's generators: those of the first rank as
     they stand, so as in plain PyTorch, and of every other rank others."""
     if not rank:
@@ -308,7 +309,7 @@ def apart(owned: Sequence[object], rank: int) -> Iterator[None]:
         streams.put(states)
 
 
-def seed_apart(owned: Sequence[object], rank: int) -> None:
+def seed_apart(owned: Sequence[RandomGenerator], rank: int) -> None:
     """Put generators that stand where those of other ranks do where no other rank's stand."""
     for position, generator in enumerate(owned):
         _seed(generator, stream_seed(_next_of(generator), rank, position))
@@ -319,7 +320,7 @@ def stream_seed(seed: int, *path: int) -> int:
     return stream_seeds(seed, *path)[0]
 
 
-def generators_of_data(dataset: object, collate: Any) -> list[Any]:
+def generators_of_data(dataset: object, collate: Callable[..., object] | None) -> list[RandomGenerator]:
     """Generators of torch, NumPy and Python that reading a row or collating a batch can reach."""
     parts = parts_of(dataset)
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values() if callable(one)]
@@ -327,13 +328,13 @@ def generators_of_data(dataset: object, collate: Any) -> list[Any]:
     return generators_reached(collate, [*parts, *functions, *methods])
 
 
-def generators_reached(fn: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
+def generators_reached(fn: Callable[..., object] | None, arguments: Iterable[object]) -> list[RandomGenerator]:
     """The same that a function and its arguments can reach; not those of the process."""
     process = (torch.default_generator, PYTHONS, NUMPYS, *torch.cuda.default_generators)
     return [one for one in Start(fn, arguments).walk().generators if not any(one is other for other in process)]
 
 
-def draws_nothing(loader: DataLoader[Any]) -> bool:
+def draws_nothing(loader: DataLoader[object]) -> bool:
     """Whether reading a batch is known to run no code but torch's, Python's and ours, which draws nothing."""
     return loader.collate_fn is default_collate and all(
         type(part) in _KNOWN or (isinstance(part, Pipeline) and not part.functions) for part in parts_of(loader.dataset)
@@ -343,7 +344,7 @@ def draws_nothing(loader: DataLoader[Any]) -> bool:
 _KNOWN = (TensorDataset, list, tuple, range)
 
 
-def treats_rows_alone(loader: DataLoader[Any]) -> bool:
+def treats_rows_alone(loader: DataLoader[object]) -> bool:
     """Whether a row of a batch is known not to depend on the batch's other rows.
 
     A data set that is asked for several rows at once (``__getitems__``, as of Hugging Face's) may pad them to the
@@ -362,7 +363,7 @@ def _reads_rows_alone(dataset: object) -> bool:
     return isinstance(form, dict) and form.get("type", "custom") != "custom"
 
 
-def parts_of(dataset: object) -> list[Any]:
+def parts_of(dataset: object) -> list[object]:
     """What torch's own data sets are made of: `Subset`, which ``random_split`` makes, and `ConcatDataset`."""
     if type(dataset) is Subset:
         return parts_of(dataset.dataset)
@@ -379,7 +380,7 @@ def next_of(generator: torch.Generator | None) -> int:
     return _next_of(clone)
 
 
-def _next_of(generator: Any) -> int:
+def _next_of(generator: RandomGenerator) -> int:
     if isinstance(generator, torch.Generator):
         drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
         return int(drawn.item())
@@ -400,7 +401,7 @@ def number_of(*parts: object) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _plain(part: object) -> Any:
+def _plain(part: object) -> object:
     if isinstance(part, dict):
         return {name: _plain(value) for name, value in part.items()}
     return part.tolist() if isinstance(part, np.ndarray | torch.Tensor) else part
@@ -417,7 +418,7 @@ def stream_seeds(*numbers: int) -> tuple[int, int, int]:
     )
 
 
-def _seed(generator: Any, seed: int) -> None:
+def _seed(generator: RandomGenerator, seed: int) -> None:
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         bits.state = type(bits)(seed).state
@@ -436,14 +437,14 @@ class Move(NamedTuple):
     """Which of the process's, or the name of another's state in `RandomStreams`."""
     before: int
     """A number for where it stood."""
-    after: Any
+    after: object
     """Where it stands."""
 
 
 class CommonDraws:
     """Notes on the drawing rank what has moved, and moves it on another: the process's streams, and ``generators``."""
 
-    def __init__(self, generators: Sequence[Any]) -> None:
+    def __init__(self, generators: Sequence[RandomGenerator]) -> None:
         self._process, self._own = ProcessStreams(), RandomStreams((), generators)
 
     @contextmanager
@@ -471,9 +472,9 @@ class CommonDraws:
         return stand
 
 
-def _same(one: object, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
     # NumPy's, where the second of a pair of numbers is waiting, has arrays in it.
     return number_of(one) == number_of(other) if isinstance(one, dict) and isinstance(other, dict) else one == other
 

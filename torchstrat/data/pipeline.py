@@ -62,7 +62,7 @@ def draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-class Pipeline(IterableDataset[Any]):
+class Pipeline(IterableDataset[object]):
     """Base of the datasets in this file. Iterating it reads everything, in order."""
 
     batch_size: int | None = None
@@ -135,7 +135,7 @@ class Pipeline(IterableDataset[Any]):
         """The rows of every element, one by one."""
         return _Unbatch(self)
 
-    def map(self, fn: Callable[[Any], Any]) -> Pipeline:
+    def map(self, fn: Callable[[Any], object]) -> Pipeline:
         """``fn(element)`` for every element."""
         return _Map(self, fn)
 
@@ -166,7 +166,7 @@ class Pipeline(IterableDataset[Any]):
         return _Prefetch(self, depth)
 
     @property
-    def functions(self) -> list[Callable[[Any], Any]]:
+    def functions(self) -> list[Callable[[Any], object]]:
         """Those of `map`, all that may draw random numbers."""
         return []
 
@@ -192,7 +192,7 @@ class _Transformed(Pipeline):
         self.batch_size = self.source.batch_size
         self.drop_remainder = self.source.drop_remainder
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         # Only a pipeline over files has these two names; having them is what makes it a file source.
         if name == "files" and "source" in vars(self):
             return self.source.files  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ class _Transformed(Pipeline):
         return self.source.needs_seed
 
     @property
-    def functions(self) -> list[Callable[[Any], Any]]:
+    def functions(self) -> list[Callable[[Any], object]]:
         return self.source.functions
 
     @property
@@ -282,7 +282,7 @@ class _Unbatch(_Transformed):
 
 @dataclass(eq=False)
 class _Map(_Transformed):
-    fn: Callable[[Any], Any]
+    fn: Callable[[Any], object]
 
     def read(self, view: View) -> Iterator[nest.Nest]:
         return map(self.fn, self.source.read(view))
@@ -291,7 +291,7 @@ class _Map(_Transformed):
         return map(self.fn, self.source.read_from(view, start))
 
     @property
-    def functions(self) -> list[Callable[[Any], Any]]:
+    def functions(self) -> list[Callable[[Any], object]]:
         return [*self.source.functions, self.fn]
 
     @property

@@ -23,7 +23,7 @@ from torchstrat.data.options import AutoShardPolicy
 from torchstrat.data.readings import require_aligned
 from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 VERSION = 1
 _KEYS = {"version", "under_way", "reads", "policy", "pipelines", "steps", "cycle", "streams"}
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """None: batches whose rows nobody can count."""
     order: int = 0
     """A checksum of the indices of these rows, for what is read by index."""
-    own: Any = None
+    own: object = None
     """What the dataset's or the sampler's own ``state_dict()`` says here, where it has one."""
     ended: bool = False
     """Whether nothing is left."""
@@ -53,13 +53,13 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Stream(Generic[T]):
+class Stream(Generic[T_co]):
     """One reading of a source, just opened."""
 
-    items: Iterator[T]
+    items: Iterator[T_co]
     stand: Callable[[], Place]
     """The place after the item that was given out last. Called in the thread that takes the items."""
-    beginning: Callable[[], dict[str, Any]] = dict
+    beginning: Callable[[], Mapping[str, object]] = dict
     """What `Resume` needs later."""
     here: bool = False
     """Whether items have to be taken in the caller's thread: the process's random streams are put aside meanwhile."""
@@ -71,7 +71,7 @@ class Terms:
 
     reads: str
     """What is counted: ``"rows by index"``, ``"rows in sequence"``, ``"elements of a function"``."""
-    settings: Mapping[int, Mapping[str, Any]]
+    settings: Mapping[int, Mapping[str, object]]
     """Of the datasets of this process's streams, by the names that errors give them: its length, for example."""
     policy: AutoShardPolicy
     pipelines: int
@@ -140,7 +140,7 @@ class Saved:
     under_way: bool
     """Whether a pass has begun and not ended."""
     reads: str
-    settings: Mapping[int, Mapping[str, Any]]
+    settings: Mapping[int, Mapping[str, object]]
     policy: str
     pipelines: int
     steps: int
@@ -148,7 +148,7 @@ class Saved:
     """What the sizes of the fixed-size rule depend on: processes, replicas in each, declared and inferred batch."""
     streams: Mapping[int, Resume]
     """Of the pass under way, by pipeline."""
-    between: Mapping[int, Mapping[str, Any]]
+    between: Mapping[int, Mapping[str, object]]
     """Between two passes: what each pipeline's next one depends on."""
 
     @classmethod
@@ -175,7 +175,7 @@ class Saved:
         )
 
 
-def stream_state(place: Place, beginning: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, Any]:
+def stream_state(place: Place, beginning: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
     """One stream's part of the state of a pass under way."""
     return {"place": place._asdict(), "beginning": dict(beginning), "settings": dict(settings)}
 
@@ -204,7 +204,7 @@ class Cycle:
 class Standing(Protocol):
     """Follows the streams of one pass in this process. It keeps them open, and so is kept only where steps are made."""
 
-    streams: Mapping[int, Stream[Any]]
+    streams: Mapping[int, Stream[object]]
     steps_before: int
     """Of this pass, when the streams were opened."""
     cycle: Cycle
@@ -222,7 +222,7 @@ class Standing(Protocol):
 class StepPerItem:
     """Every step takes whole items of the streams, and no more than it needs."""
 
-    def __init__(self, streams: Mapping[int, Stream[Any]], saved: Saved | None) -> None:
+    def __init__(self, streams: Mapping[int, Stream[object]], saved: Saved | None) -> None:
         self.streams = streams
         self.steps_before = 0 if saved is None else saved.steps
         self.cycle = Cycle()
@@ -294,7 +294,7 @@ class FixedSizes:
         return _ended(self.streams)
 
 
-def _ended(streams: Mapping[int, Stream[Any]]) -> Places:
+def _ended(streams: Mapping[int, Stream[object]]) -> Places:
     return {number: stream.stand()._replace(ended=True) for number, stream in streams.items()}
 
 
@@ -344,7 +344,7 @@ class Progress:
     def cycle(self) -> tuple[int, ...]:
         return self._cycle.plain()
 
-    def streams(self, settings: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    def streams(self, settings: Mapping[int, Mapping[str, object]]) -> dict[str, object]:
         """The state of this process's streams."""
         same = next(iter(settings.values()))  # of one dataset, whoever had which part of it
         return {
@@ -396,7 +396,7 @@ def state_of(
 
 def _gathered(
     peers: Communicator, streams: Mapping[str, object], steps: int, failure: Exception | None
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """The streams of all processes."""
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     reports = peers.all_gather_object((steps, streams, told), _WHAT)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeGuard, TypeVar
 
 import torch
 
@@ -36,19 +36,22 @@ class Ahead(enum.Enum):
     READ_AND_COPY = "read and copy"  # both in the background
 
 
+_Jobs = queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None]
+
+
 class _Background:
     """One thread that does jobs in order. It refers to nothing but its queue, so that its owner can be collected."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, self._stopped), name="torchstrat-prefetch", daemon=True
         )
         self._thread.start()
 
-    def submit(self, job: Callable[[], object]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, job: Callable[[], object]) -> Future[object]:
+        future: Future[object] = Future()
         self._jobs.put((future, job))
         return future
 
@@ -60,7 +63,9 @@ class _Background:
             self._thread.join(JOIN_SECONDS)
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None], stopped: threading.Event) -> None:
+def _work(
+    jobs: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None], stopped: threading.Event
+) -> None:
     while (job := jobs.get()) is not None and not stopped.is_set():
         future, call = job
         try:
@@ -84,14 +89,14 @@ class Prefetcher(Generic[T]):
         ahead: what to do in advance.
     """
 
-    def __init__(self, source: Iterator[Any], place: Callable[[Any], T], depth: int, ahead: Ahead) -> None:
-        self._source: Iterator[Any] | None = source
+    def __init__(self, source: Iterator[object], place: Callable[[Any], T], depth: int, ahead: Ahead) -> None:
+        self._source: Iterator[object] | None = source
         self._place = place
         self._depth = depth
         self._ahead = ahead
-        self._waiting: deque[Future[Any]] = deque()
+        self._waiting: deque[Future[object]] = deque()
         self._background: _Background | None = None
-        self._finalizer: Any = None
+        self._finalizer: Callable[[], object] | None = None
 
     def next(self) -> T | None:
         """The next element, or None at the end and ever after. Raises what reading or placing it raised."""
@@ -103,9 +108,9 @@ class Prefetcher(Generic[T]):
         if found is _END:
             self.close()
             return None
-        return found  # type: ignore[no-any-return]
+        return found  # type: ignore[return-value]
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         if self._ahead is Ahead.NOTHING:
             element = _pull(self._source)
             return element if element is _END else self._place(element)
@@ -128,7 +133,7 @@ class Prefetcher(Generic[T]):
                 element = _pull(self._source)
             except BaseException as error:  # not before the elements that came first have been handed out
                 self._source = None
-                failed: Future[Any] = Future()
+                failed: Future[object] = Future()
                 failed.set_exception(error)
                 self._waiting.append(failed)
                 return
@@ -145,11 +150,11 @@ class Prefetcher(Generic[T]):
             self._finalizer()
 
 
-def _pull(source: Iterator[object] | None) -> Any:
+def _pull(source: Iterator[object] | None) -> object:
     return _END if source is None else next(source, _END)
 
 
-def _pull_and_place(source: Iterator[object], place: Callable[[Any], object]) -> Any:
+def _pull_and_place(source: Iterator[object], place: Callable[[Any], object]) -> object:
     element = _pull(source)
     return element if element is _END else place(element)
 
@@ -224,11 +229,11 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
     return rows.map_leaves(move, batch)
 
 
-def _is_dense(leaf: object) -> bool:
+def _is_dense(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
-def _copy_dense(leaf: Any, device: torch.device) -> Any:
+def _copy_dense(leaf: object, device: torch.device) -> object:
     """Start copying a dense tensor. Anything else is left for `Placement.receive`: its memory cannot be recorded."""
     if not _is_dense(leaf):
         return leaf

@@ -18,6 +18,9 @@ from torch.utils.data import DataLoader
 from torchstrat.core.randomness import state_of
 from torchstrat.core.reachable import GENERATOR_TYPES
 
+RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""One that belongs to an object of the user's: `GENERATOR_TYPES`."""
+
 SHARED = ("torch", "python", "numpy")
 """The streams of a process that anybody may draw from."""
 
@@ -30,7 +33,7 @@ class RandomStreams:
         own: generators (of torch, NumPy or Python) that belong to the user's objects.
     """
 
-    def __init__(self, shared: Sequence[str] = SHARED, own: Sequence[Any] = ()) -> None:
+    def __init__(self, shared: Sequence[str] = SHARED, own: Sequence[RandomGenerator] = ()) -> None:
         self._shared, self._own = tuple(shared), tuple(own)
 
     @property
@@ -38,11 +41,11 @@ class RandomStreams:
         """Which generators of their own the user's objects have, for comparing."""
         return ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in self._own) or "none"
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> dict[str, object]:
         """Tensors, numbers, strings and lists of them: about 5 kB for each of `SHARED`."""
         return {name: _SHARED_STATE[name]() for name in self._shared} | self.own_states()
 
-    def own_states(self) -> dict[str, Any]:
+    def own_states(self) -> dict[str, object]:
         """`states` without the shared streams."""
         return {f"own_{number}": _state_of(one) for number, one in enumerate(self._own)}
 
@@ -60,9 +63,9 @@ class RandomStreams:
         self.put({name: state for name, state in states.items() if name in SHARED})
 
 
-def generators_in(*owners: object) -> list[Any]:
+def generators_in(*owners: object) -> list[RandomGenerator]:
     """The generators that are attributes of these objects, each once. A `DataLoader`'s are also its samplers'."""
-    found: dict[int, object] = {}
+    found: dict[int, RandomGenerator] = {}
     for owner in _with_samplers(owners):
         for value in getattr(owner, "__dict__", {}).values():
             if isinstance(value, GENERATOR_TYPES):
@@ -70,7 +73,7 @@ def generators_in(*owners: object) -> list[Any]:
     return list(found.values())
 
 
-def _with_samplers(owners: Sequence[object]) -> Iterator[Any]:
+def _with_samplers(owners: Sequence[object]) -> Iterator[object]:
     seen: set[int] = set()
     waiting = list(owners)
     while waiting:
@@ -89,7 +92,7 @@ def _numpy_plain(state: object) -> Any:
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
 
 
-def _state_of(stream: Any) -> Any:
+def _state_of(stream: RandomGenerator) -> object:
     if isinstance(stream, torch.Generator):
         return state_of(stream)
     if isinstance(stream, np.random.Generator):
@@ -99,7 +102,7 @@ def _state_of(stream: Any) -> Any:
     return stream.getstate()
 
 
-def _put(stream: Any, state: Any) -> None:
+def _put(stream: RandomGenerator, state: Any) -> None:
     if isinstance(stream, torch.Generator):
         stream.set_state(state)
     elif isinstance(stream, np.random.Generator):
@@ -121,7 +124,7 @@ def _python_whole(state: Sequence[Any]) -> tuple[Any, ...]:
     return version, tuple(words), gauss
 
 
-_SHARED_STATE: dict[str, Callable[[], Any]] = {
+_SHARED_STATE: dict[str, Callable[[], object]] = {
     "torch": state_of,
     "python": random.getstate,
     "numpy": lambda: _numpy_plain(np.random.get_state(legacy=False)),

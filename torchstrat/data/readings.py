@@ -6,7 +6,7 @@ A row is along dim 0 of every leaf, or the program says so with a mark. Whoever 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class CollateReading:
     see what becomes fewer; once, for the answer is the function's. Random streams are put back.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], nest.Nest]) -> None:
+    def __init__(self, collate: Callable[[list[object]], nest.Nest]) -> None:
         self._collate = collate
         self._dims: Dims | None = None
         self.is_torchs = collate is default_collate
@@ -77,12 +77,12 @@ class CollateReading:
         return None if dims is None else _chosen(dims, count)
 
 
-def copies(examples: list[object]) -> list[Any]:
+def copies(examples: list[object]) -> list[object]:
     """Examples to collate once more: some collate functions take entries out of them."""
     return [_copy(example) for example in examples] if type(next(iter(examples), None)) in (dict, list) else examples
 
 
-def _copy(example: object) -> Any:
+def _copy(example: object) -> object:
     if type(example) is dict:
         return {key: _copy(value) for key, value in example.items()}
     return [_copy(value) for value in example] if type(example) is list else example
@@ -103,11 +103,11 @@ def _is_plain(batch: nest.Nest, count: int) -> bool:
     return True
 
 
-def _may_list_examples(value: Any, count: int) -> bool:
+def _may_list_examples(value: Sized, count: int) -> bool:
     return len(value) == count and not hasattr(value, "_fields") and not is_opaque(value)
 
 
-def _are_strings(value: Any) -> bool:
+def _are_strings(value: nest.Nest) -> bool:
     return rows.is_row_list(value) and all(isinstance(row, str | bytes) for row in value)
 
 
@@ -242,7 +242,7 @@ def _may_be_examples(columns: list[Any]) -> bool:
     return columns[0].size(0) == len(columns) or (len(columns) > 2 and columns[0].ndim > 2)
 
 
-def _parts(batch: nest.Nest, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def _parts(batch: nest.Nest, path: str = "batch") -> Iterator[tuple[str, nest.Nest]]:
     """Every container, column and leaf of a batch, with where it is."""
     yield path, batch
     if is_container(batch) and not rows.is_row_list(batch):
@@ -250,7 +250,7 @@ def _parts(batch: nest.Nest, path: str = "batch") -> Iterator[tuple[str, Any]]:
             yield from _parts(child, below)
 
 
-def _below(batch: nest.Nest, path: str) -> Iterator[tuple[str, Any]]:
+def _below(batch: nest.Nest, path: str) -> Iterator[tuple[str, nest.Nest]]:
     if nest.is_nested(batch):
         return ((f"{path}[{key!r}]", child) for key, child in nest.children(batch))
     return ((f"{path}.{name}", child) for name, child in zip(names(batch), children(batch), strict=True))

@@ -141,11 +141,11 @@ class RowsOnTheirWay:
     __slots__ = ()
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray | RowsOnTheirWay)
 
 
-def is_row_list(value: Any) -> bool:
+def is_row_list(value: object) -> bool:
     """Whether a list or tuple is a column of Python values, one per row, and not a container of columns."""
     return (
         isinstance(value, list | tuple)
@@ -247,12 +247,12 @@ def cut(leaf: Leaf, start: int, stop: int) -> Leaf:
     return _cut_along(leaf, 0, start, stop)
 
 
-def _cut_list(values: Any, start: int, stop: int) -> Any:
+def _cut_list(values: Leaf, start: int, stop: int) -> Leaf:
     """A list or tuple of its class with some of its entries."""
     return nest.rebuild(values, list(values)[start:stop])
 
 
-def _cut_along(leaf: Any, dim: int, start: int, stop: int) -> Any:
+def _cut_along(leaf: Leaf, dim: int, start: int, stop: int) -> Leaf:
     if isinstance(leaf, np.ndarray):
         return leaf[(slice(None),) * dim + (slice(start, stop),)]
     if leaf.layout is torch.strided:
@@ -271,7 +271,7 @@ def _cut_along(leaf: Any, dim: int, start: int, stop: int) -> Any:
 
 
 def _cut_nested(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    nested: Any = leaf  # NestedTensor's methods are not in Tensor's stubs
+    nested: Leaf = leaf  # NestedTensor's methods are not in Tensor's stubs
     if leaf.layout is torch.strided:
         return torch.nested.nested_tensor(list(leaf.unbind())[start:stop], dtype=leaf.dtype, device=leaf.device)
     offsets, lengths = nested.offsets(), nested.lengths()
@@ -302,7 +302,7 @@ def join(leaves: list[Leaf]) -> Leaf:
     return _join_along(leaves, 0)
 
 
-def _join_along(leaves: list[Any], dim: int) -> Any:
+def _join_along(leaves: list[Leaf], dim: int) -> Leaf:
     return np.concatenate(leaves, dim) if isinstance(leaves[0], np.ndarray) else torch.cat(leaves, dim)
 
 

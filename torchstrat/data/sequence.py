@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final, Protocol, TypeGuard
 
 from torch.nn.utils.rnn import PackedSequence
 
@@ -20,10 +20,17 @@ from torchstrat.data import rows, spec
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams
 
-_END: Final[Any] = object()
+END: Final = object()
 
 
-def is_stateful(dataset: object) -> bool:
+class Stateful(Protocol):
+    """What can say and set where its reading stands."""
+
+    def state_dict(self) -> object: ...
+    def load_state_dict(self, state: object, /) -> object: ...
+
+
+def is_stateful(dataset: object) -> TypeGuard[Stateful]:
     """Whether it can say and set where its reading stands."""
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
@@ -32,7 +39,7 @@ def in_sequence(
     read: Callable[[], Iterator[nest.Nest]],
     resume: Resume | None,
     streams: RandomStreams | None = None,
-    stateful: object = None,
+    stateful: Stateful | None = None,
 ) -> Stream[nest.Nest]:
     """Read what ``read`` opens, from the beginning or from ``resume`` on.
 
@@ -50,17 +57,17 @@ def in_sequence(
     else:
         states, place = resume.beginning["streams"], resume.place
         batches = _read_again(read, resume, streams, stateful)
-    counted = Sequentially(batches, place, stateful)
+    counted = sequentially(batches, place, stateful)
     return Stream(counted, counted.stand, lambda: {"streams": states, "own_now": streams.own_states()})
 
 
-def own_state(stateful: Any) -> Any:
+def own_state(stateful: Stateful | None) -> object:
     """A copy of what it says: it may go on changing the object that it returned."""
     return None if stateful is None else copy.deepcopy(stateful.state_dict())
 
 
 @contextlib.contextmanager
-def unmoved(stateful: Any) -> Iterator[None]:
+def unmoved(stateful: Stateful | None) -> Iterator[None]:
     """Have a look at the data; what knows where it stands is put back there."""
     state = own_state(stateful)
     yield
@@ -69,7 +76,7 @@ def unmoved(stateful: Any) -> Iterator[None]:
 
 
 def _read_again(
-    read: Callable[[], Iterator[nest.Nest]], resume: Resume, streams: RandomStreams, stateful: Any
+    read: Callable[[], Iterator[nest.Nest]], resume: Resume, streams: RandomStreams, stateful: Stateful | None
 ) -> Iterator[nest.Nest]:
     with spec.undisturbed_randomness():
         if resume.place.ended:
@@ -93,8 +100,8 @@ def skip(batches: Iterator[nest.Nest], place: Place) -> Iterator[nest.Nest]:
     """
     missing = place.batches if place.rows is None else place.rows
     while missing > 0:
-        batch = next(batches, _END)
-        if batch is _END:
+        batch = next(batches, END)
+        if batch is END:
             raise InvalidArgumentError(
                 f"the dataset has ended {missing} {'batch(es)' if place.rows is None else 'row(s)'} before the saved "
                 "data position: it is shorter than when the position was saved. Give the dataset of that run, or leave "
@@ -144,27 +151,35 @@ def _rows_of_tensor(batch: nest.Nest) -> int | None:
     return None
 
 
-class Sequentially:
-    """Batches with the place after the one that was given out last."""
+class Counting(Iterator[nest.Nest]):
+    """Batches with the place after the one that was given out last.
 
-    def __init__(self, batches: Iterator[nest.Nest], first: Place, stateful: object = None) -> None:
-        self._batches, self._place, self._stateful = batches, first, stateful
+    ``after(place, batch)`` is the place after a batch that was read at ``place``; `END` in place of a batch: after all.
+    """
 
-    def __iter__(self) -> Iterator[nest.Nest]:
-        return self
+    def __init__(self, batches: Iterator[nest.Nest], first: Place, after: Callable[[Place, nest.Nest], Place]) -> None:
+        self._batches, self._place, self._after = batches, first, after
 
     def __next__(self) -> nest.Nest:
-        before = self._place
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            own = before.own if before.ended else own_state(self._stateful)
-            self._place = Place(before.batches, before.rows, own=own, ended=True)
-            raise
-        count = None if before.rows is None else rows_of(batch)
-        total = None if before.rows is None or count is None else before.rows + before.extra + count
-        self._place = Place(before.batches + 1, total, own=own_state(self._stateful))
+        batch = next(self._batches, END)
+        self._place = self._after(self._place, batch)
+        if batch is END:
+            raise StopIteration
         return batch
 
     def stand(self) -> Place:
         return self._place
+
+
+def sequentially(batches: Iterator[nest.Nest], first: Place, stateful: Stateful | None = None) -> Counting:
+    """Counts batches, and their rows while somebody can tell."""
+
+    def after(before: Place, batch: nest.Nest) -> Place:
+        if batch is END:
+            own = before.own if before.ended else own_state(stateful)
+            return Place(before.batches, before.rows, own=own, ended=True)
+        count = None if before.rows is None else rows_of(batch)
+        total = None if before.rows is None or count is None else before.rows + before.extra + count
+        return Place(before.batches + 1, total, own=own_state(stateful))
+
+    return Counting(batches, first, after)

@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -27,7 +27,7 @@ from torchstrat.data.own_draws import Continuing, Seeds, Watched, draws_without_
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
-from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
+from torchstrat.data.sequence import Stateful, in_sequence, is_stateful, sequentially, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.data.workers import ReadByItself, loaders_in
 
@@ -43,7 +43,7 @@ class FileSource(Protocol):
         """The elements in these of the files, in order."""
 
 
-def reads_files(dataset: object) -> bool:
+def reads_files(dataset: object) -> TypeGuard[FileSource]:
     """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated."""
     return hasattr(dataset, "files") and callable(getattr(dataset, "open", None))
 
@@ -93,11 +93,11 @@ class Source(ABC):
         """`open`, for batches whose rows are cut to fixed sizes."""
         return self.open(resume)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What must not change within a pass for its position to mean the same rows."""
         return {}
 
-    def between(self) -> dict[str, Any]:
+    def between(self) -> dict[str, object]:
         """Between two passes: what the next one depends on besides the process's shared random streams."""
         return {}
 
@@ -122,7 +122,7 @@ class Source(ABC):
             The steps of this process, and a function to call in the caller's thread before step ``i`` is asked for.
             Where there are several processes all call both, in the same order.
         """
-        batches: Stream[Any] = self.open(resume)
+        batches: Stream[nest.Nest] = self.open(resume)
         steps = equal_chunk_steps(batches.items, layout, each_by_itself=self.splits_each_by_itself)
         return replace(batches, items=steps), lambda step: None
 
@@ -193,7 +193,7 @@ class PipelineSource(Source):
             if not alike:
                 beginning["global_batch"] = _MIXED
             batches = self._read_on(read, place, by_batches=alike)
-        counted = Sequentially(batches, place)
+        counted = sequentially(batches, place)
         return Stream(counted, counted.stand, lambda: beginning, here=seeds is not None)
 
     def _reading(self, view: View, resume: Resume | None) -> tuple[Callable[[int], Iterator[nest.Nest]], Seeds | None]:
@@ -219,13 +219,13 @@ class PipelineSource(Source):
             batches = read(place.batches if by_batches else 0)
             return skip_extra(batches if by_batches else skip(batches, place), place)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         root: object = self.data
         while hasattr(root, "source"):
             root = root.source
         return {"dataset": type(root).__name__} | ({"its rows": len(root)} if hasattr(root, "__len__") else {})
 
-    def between(self) -> dict[str, Any]:
+    def between(self) -> dict[str, object]:
         return {"passes": self.passes}
 
     def settle(self, between: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ class IterableSource(Source):
         self.declared_batch = _whole(getattr(iterable, "batch_size", None))
         self.cardinality = _length(iterable)
         self._streams = RandomStreams(own=generators_in(iterable))
-        self._stateful: Any = iterable if is_stateful(iterable) else None
+        self._stateful: Stateful | None = iterable if is_stateful(iterable) else None
         self._passes = 0
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
@@ -321,7 +321,7 @@ class IterableSource(Source):
         return replace(found, beginning=lambda: {**found.beginning(), **seeded}, here=True)
 
     @property
-    def _data(self) -> Any:
+    def _data(self) -> object:
         return self._iterable
 
     def _watched(self) -> Iterator[nest.Nest]:
@@ -331,10 +331,10 @@ class IterableSource(Source):
         items = ReadByItself(self._read, loaders, self.pipeline) if loaders else self._read()
         return items if self.pipeline else Watched(items, type(self._data).__qualname__)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {"dataset": type(self._iterable).__name__}
 
-    def between(self) -> dict[str, Any]:
+    def between(self) -> dict[str, object]:
         own = {} if self._stateful is None else {"own": self._stateful.state_dict()}
         return {"streams": self._streams.own_states(), "passes": self._passes, **own}
 
@@ -394,7 +394,7 @@ class MapSource(Source):
         read, seeds = self._reading(passes, beginning)
         self._passes = passes + 1
         batches = map(read, range(place.batches, len(self._dataset)))
-        counted = Sequentially(skip_extra(batches, place), place)
+        counted = sequentially(skip_extra(batches, place), place)
         return Stream(counted, counted.stand, lambda: {"draws": seeds, "passes": passes}, here=seeds is not None)
 
     def _reading(self, passes: int, beginning: Mapping[str, object]) -> tuple[Callable[[int], nest.Nest], Seeds | None]:
@@ -413,7 +413,7 @@ class MapSource(Source):
 
         return read, seeds
 
-    def between(self) -> dict[str, Any]:
+    def between(self) -> dict[str, object]:
         return {"passes": self._passes}
 
     def settle(self, between: Mapping[str, Any]) -> None:
@@ -429,7 +429,7 @@ class MapSource(Source):
             )
         return batch
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {"number of batches": len(self._dataset)}
 
     def element_spec(self) -> nest.Nest:
@@ -466,13 +466,13 @@ def _is_batch(item: nest.Nest) -> bool:
 class ForeignFileSource(IterableSource):
     """A user's own dataset with ``files`` and ``open(files)``; its elements are global batches."""
 
-    def __init__(self, dataset: Any, files: Sequence[PathLike] | None = None) -> None:
+    def __init__(self, dataset: FileSource, files: Sequence[PathLike] | None = None) -> None:
         super().__init__(_Files(dataset, tuple(dataset.files) if files is None else tuple(files)))
         self.declared_batch = _whole(getattr(dataset, "batch_size", None))
         self._dataset, self.sharded = dataset, files is not None
 
     @property
-    def _data(self) -> Any:
+    def _data(self) -> object:
         return self._dataset
 
     @property
@@ -484,17 +484,17 @@ class ForeignFileSource(IterableSource):
 
 
 class _Files:
-    def __init__(self, dataset: Any, files: tuple[PathLike, ...]) -> None:
+    def __init__(self, dataset: FileSource, files: tuple[PathLike, ...]) -> None:
         self._dataset, self._files = dataset, files
 
     def __iter__(self) -> Iterator[nest.Nest]:
         return iter(self._dataset.open(self._files))
 
 
-_of_loader: Callable[[Any], Source]
+_of_loader: Callable[[DataLoader[object]], Source]
 
 
-def set_loader_source(kind: Callable[[Any], Source]) -> None:
+def set_loader_source(kind: Callable[[DataLoader[object]], Source]) -> None:
     """What `make_source` makes of a `DataLoader`, whose own batches need sources of what it reads."""
     global _of_loader
     _of_loader = kind
@@ -557,7 +557,7 @@ def refuse_distributed(dataset: object) -> None:
         )
 
 
-def _holds_arrays(batch: Any) -> bool:
+def _holds_arrays(batch: nest.Nest) -> bool:
     if is_container(batch) and not rows.is_row_list(batch):
         return any(_holds_arrays(child) for child in children(batch))
     return (

@@ -64,7 +64,7 @@ def spec_of(element: nest.Nest, *, rows_fixed: bool, trailing_fixed: bool = True
         trailing_fixed: whether every element has the other sizes of this one.
     """
 
-    def leaf_spec(leaf: Any) -> TensorSpec:
+    def leaf_spec(leaf: rows.Leaf) -> TensorSpec:
         if isinstance(leaf, Same):
             found = leaf_spec(leaf.value)
             return replace(found, shape=found.shape if trailing_fixed else (None,) * found.rank, rows_dim=None)
@@ -103,13 +103,13 @@ def per_replica(spec: nest.Nest, rows_of: Callable[[int | None], int | None], co
     return nest.map_structure(spread, spec)
 
 
-def _map_leaves(fn: Callable[[Any], TensorSpec], value: nest.Nest) -> nest.Nest:
+def _map_leaves(fn: Callable[[rows.Leaf], TensorSpec], value: nest.Nest) -> nest.Nest:
     if nest.is_nested(value) and not rows.is_row_list(value):
         return nest.rebuild(value, [_map_leaves(fn, child) for _, child in nest.children(value)])
     return fn(value)
 
 
-def _python_dtype(value: Any) -> DType:
+def _python_dtype(value: object) -> DType:
     if isinstance(value, bool | int | float | complex):
         return torch.tensor(value).dtype
     return np.dtype(object)

@@ -179,7 +179,7 @@ def _stack_lists(value: nest.Nest) -> nest.Nest:
     return value
 
 
-def _stacked(items: list[object] | tuple[object, ...]) -> Any:
+def _stacked(items: list[object] | tuple[object, ...]) -> nest.Nest:
     arrays = [_stacked(item) if isinstance(item, list | tuple) else item for item in items]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     if len(set(shapes)) != 1:

@@ -14,8 +14,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -37,6 +37,13 @@ logger = logging.getLogger("torchstrat.data")
 WorkerInit = Callable[[int], None] | None
 
 
+class WorkerSettings(TypedDict, total=False):
+    """Arguments of a `DataLoader` that its workers get."""
+
+    worker_init_fn: Callable[[int], None]
+    collate_fn: Callable[[Any], object]
+
+
 class SeedsApart:
     """Gives the workers of one pipeline random streams of their own, and other states to the data set's generators.
 
@@ -48,12 +55,13 @@ class SeedsApart:
         self._pipeline = pipeline
         self._begun = _flag()
 
-    def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
+    def settings(self, loader: DataLoader[object]) -> WorkerSettings:
         return {"worker_init_fn": functools.partial(self._begin, loader.worker_init_fn, loader.collate_fn)}
 
-    def _begin(self, init: WorkerInit, collate: object, worker: int) -> None:
+    def _begin(self, init: WorkerInit, collate: Callable[..., object], worker: int) -> None:
         """In a worker, before it looks at its data set."""
-        info: Any = get_worker_info()
+        info = get_worker_info()
+        assert info is not None
         if isinstance(info.dataset, Pipeline):  # what is sharded after a shuffle needs one order in all pipelines
             info.dataset.seed_in_workers = info.seed - worker
         seeds = stream_seeds(info.seed, self._pipeline)
@@ -66,7 +74,7 @@ class SeedsApart:
         if init is not None:
             init(worker)
 
-    def require_begun(self, loader: DataLoader[Any]) -> None:
+    def require_begun(self, loader: DataLoader[object]) -> None:
         """After a batch of its workers has come."""
         if self._pipeline == 1 and not self._begun[0] and not draws_nothing(loader):
             _tell_of_workers_begun_before(type(loader).__qualname__)
@@ -86,7 +94,7 @@ class Watch:
         self._stood: int | None = None
         self._left = 2
 
-    def settings(self, loader: DataLoader[Any], collate: Callable[[Any], object] | None = None) -> dict[str, Any]:
+    def settings(self, loader: DataLoader[object], collate: Callable[[Any], object] | None = None) -> WorkerSettings:
         """``collate``: if it is to be another one than the loader's."""
         return {
             "worker_init_fn": functools.partial(self._begin, loader.worker_init_fn),
@@ -99,11 +107,13 @@ class Watch:
             tell_of_common_draws(name)
 
     def _begin(self, init: WorkerInit, worker: int) -> None:
-        info: Any = get_worker_info()
-        dataset, kind = info.dataset, type(info.dataset)
+        info = get_worker_info()
+        assert info is not None
+        dataset = info.dataset
+        kind: Any = type(dataset)
         opened = kind.__iter__
 
-        def followed(asked: object) -> Any:
+        def followed(asked: object) -> Iterator[object]:
             elements = opened(asked)
             return _First(elements, self._begun) if asked is dataset else elements
 
@@ -127,37 +137,37 @@ class Watch:
 class _First:
     """``elements`` of which the first is reported."""
 
-    def __init__(self, elements: Iterator[Any], report: Callable[[], None]) -> None:
+    def __init__(self, elements: Iterator[object], report: Callable[[], None]) -> None:
         self._elements, self._report = elements, report
         self._waits = True
 
     def __iter__(self) -> _First:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         element = next(self._elements)
         if self._waits:
             self._waits = False
             self._report()
         return element
 
-    def __getattr__(self, name: str) -> Any:  # its state_dict, say
+    def __getattr__(self, name: str) -> object:  # its state_dict, say
         return getattr(self._elements, name)
 
 
-class WatchedInWorkers(Iterator[Any]):
+class WatchedInWorkers(Iterator[object]):
     """``items`` of a loader that has been given the settings of ``watch``."""
 
-    def __init__(self, items: Iterator[Any], watch: Watch, name: str) -> None:
+    def __init__(self, items: Iterator[object], watch: Watch, name: str) -> None:
         self._items, self._watch, self._name = items, watch, name
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         item = next(self._items)
         self._watch.tell(self._name)
         return item
 
 
-class ReadByItself(Iterator[Any]):
+class ReadByItself(Iterator[object]):
     """The items of what reads loaders in a way of its own, and may start their workers whenever it is asked.
 
     Args:
@@ -167,13 +177,13 @@ class ReadByItself(Iterator[Any]):
     """
 
     def __init__(
-        self, open_items: Callable[[], Iterator[Any]], loaders: Sequence[DataLoader[Any]], pipeline: int
+        self, open_items: Callable[[], Iterator[object]], loaders: Sequence[DataLoader[object]], pipeline: int
     ) -> None:
         self._loaders = [(loader, _care_of(loader, pipeline)) for loader in loaders]
         with self._cared_for():
             self._items = open_items()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         with self._cared_for():
             item = next(self._items)
         for loader, care in self._loaders:
@@ -192,7 +202,7 @@ class ReadByItself(Iterator[Any]):
             yield
 
 
-def _care_of(loader: DataLoader[Any], pipeline: int) -> SeedsApart | Watch | None:
+def _care_of(loader: DataLoader[object], pipeline: int) -> SeedsApart | Watch | None:
     """The first pipeline draws what it does in plain PyTorch, and tells for all."""
     if isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, Pipeline):
         return None if pipeline else Watch()
@@ -200,7 +210,7 @@ def _care_of(loader: DataLoader[Any], pipeline: int) -> SeedsApart | Watch | Non
 
 
 @contextlib.contextmanager
-def _set(loader: DataLoader[Any], settings: dict[str, object]) -> Iterator[None]:
+def _set(loader: DataLoader[object], settings: Mapping[str, object]) -> Iterator[None]:
     given = {name: getattr(loader, name) for name in settings}
     for name, value in settings.items():
         setattr(loader, name, value)
@@ -211,13 +221,13 @@ def _set(loader: DataLoader[Any], settings: dict[str, object]) -> Iterator[None]
             setattr(loader, name, value)
 
 
-def loaders_in(iterable: object) -> list[DataLoader[Any]]:
+def loaders_in(iterable: object) -> list[DataLoader[object]]:
     """The loaders with workers that it is, or has in attributes."""
     found = [iterable] if isinstance(iterable, DataLoader) else getattr(iterable, "__dict__", {}).values()
     return [one for one in found if isinstance(one, DataLoader) and one.num_workers]
 
 
-def generator_of_workers(loader: DataLoader[Any], number: int) -> torch.Generator | None:
+def generator_of_workers(loader: DataLoader[object], number: int) -> torch.Generator | None:
     """What the loader of one of several processes or pipelines draws the seed of its workers from: the first one's from
     what the user's does. Where the others' is another, `draw_for_workers` has to be called when torch draws."""
     users: torch.Generator | None = loader.generator
@@ -226,14 +236,15 @@ def generator_of_workers(loader: DataLoader[Any], number: int) -> torch.Generato
     return torch.Generator().manual_seed((next_of(users) + number) % 2**63)
 
 
-def draw_for_workers(loader: DataLoader[Any]) -> None:
+def draw_for_workers(loader: DataLoader[object]) -> None:
     """As torch does, so that random streams stay equal on all ranks."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-def _flag() -> Any:
+def _flag() -> torch.Tensor:
     """What a worker, forked or spawned, sets for the process that started it."""
-    return torch.zeros(1, dtype=torch.uint8).share_memory_()
+    flag: torch.Tensor = torch.zeros(1, dtype=torch.uint8).share_memory_()
+    return flag
 
 
 @functools.cache

@@ -233,7 +233,7 @@ def _cluster(value: object) -> ClusterSpec:
         raise ClusterConfigError(f"TF_CONFIG has cluster={value!r}: {error}") from None
 
 
-def _object(key: str, value: object) -> dict[str, Any]:
+def _object(key: str, value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         if key == "TF_CONFIG":
             raise ClusterConfigError(f"TF_CONFIG is {value!r}; it must be an object, {{…}}.")

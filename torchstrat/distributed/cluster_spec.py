@@ -27,7 +27,7 @@ class ClusterSpec:
         ClusterConfigError: a task index is not a number.
     """
 
-    def __init__(self, cluster: ClusterSpec | Mapping[str, Any]) -> None:
+    def __init__(self, cluster: ClusterSpec | Mapping[str, object]) -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = dict(sorted(cluster.as_dict().items()))
         if isinstance(cluster, Mapping):

@@ -281,7 +281,8 @@ def double_backward_across_all_reduce() -> Training:
 
     def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
-        context: Any = ts.get_replica_context()
+        context = ts.get_replica_context()
+        assert context is not None
         found = squared_error(model(x), y)
         mean = context.all_reduce("mean", found.square().mean())
         # The gradient of an all_reduced mean is the local mean's, which has so many rows fewer.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +112,8 @@ def update_by_hand() -> Training:
     def step(batch: Batch) -> torch.Tensor:
         x, y = batch
         losses = squared_error(model(x), y)
-        context: Any = ts.get_replica_context()
+        context = ts.get_replica_context()
+        assert context is not None
         context.all_reduce("mean", losses.detach().mean())
         gradients = torch.autograd.grad(losses.mean(), list(model.parameters()))
         with torch.no_grad():
@@ -298,7 +298,8 @@ def edited_before_the_others_have_finished_backward() -> Training:
     def accumulate(batch: Batch) -> torch.Tensor:
         x, y = batch
         losses = squared_error(model(x), y)
-        context: Any = ts.get_replica_context()
+        context = ts.get_replica_context()
+        assert context is not None
         context.all_reduce("sum", losses.detach().sum())
         losses.sum().backward()
         scale(model, 0.98)

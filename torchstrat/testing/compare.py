@@ -99,7 +99,7 @@ class _Recording:
 class _Program:
     build: Callable[[], Any]
     step: Callable[[Any, Any], Any]
-    batches: Sequence[Any]
+    batches: Sequence[object]
     dtype: torch.dtype
     seed: int
 

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -60,7 +60,7 @@ class Message(NamedTuple):
 
     peer: Peer
     kind: Literal["call", "result"]
-    value: Any
+    value: object
 
 
 class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
@@ -319,7 +319,7 @@ class FakeEndpoint:
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
         on_written: Callable[[int], None] | None = None,
-    ) -> Future[Any]:
+    ) -> Future[object]:
         seconds = self._network.timeout_seconds if timeout_seconds is None else timeout_seconds
         if not seconds > 0:
             raise InvalidArgumentError(
@@ -419,7 +419,7 @@ class _Call:
     method: str
     payload: Packed
     seconds: float
-    future: Future[Any]
+    future: Future[object]
     due: float = 0.0
 
     def settle(self, answer: Packed) -> None:

@@ -72,7 +72,7 @@ class FakeSpmdRuntime:
     def num_hosts(self) -> int:
         return self._num_hosts
 
-    def device_attributes(self) -> list[Mapping[str, Any]]:
+    def device_attributes(self) -> list[Mapping[str, object]]:
         """As torch_xla has them: ``{"name": "TPU:1", "coords": [0, 0, 0], "core_on_chip": 1, "process_index": 0}``."""
         if self._mesh_shape is None:
             return [{"name": f"CPU:{number}"} for number in range(self._num_devices)]

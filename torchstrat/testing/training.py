@@ -113,7 +113,7 @@ class Case:
     needs_compiler: bool = False
     """Needs a C++ compiler, and the seconds it takes."""
 
-    def conditions(self) -> AbstractContextManager[Any]:
+    def conditions(self) -> AbstractContextManager[object]:
         """Default dtype and seed, the same for every run of this case; both are put back on leaving."""
         stack = dtype_and_seed(self.dtype, 20)
         if self.warns:
@@ -145,7 +145,7 @@ def read(watch: Mapping[str, Any]) -> Snapshot:
     return numbers
 
 
-def _numbers(value: object) -> dict[str, Any]:
+def _numbers(value: object) -> dict[str, object]:
     if isinstance(value, nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
     if isinstance(value, torch.optim.Optimizer):
@@ -209,7 +209,7 @@ def train_step(
     return step
 
 
-def plain_step(model: Callable[..., Any], *optimizers: torch.optim.Optimizer, **options: Any) -> Step:
+def plain_step(model: Callable[..., torch.Tensor], *optimizers: torch.optim.Optimizer, **options: Any) -> Step:
     """`train_step` of the squared error; ``options`` are its."""
     return train_step(lambda x, y: squared_error(model(x), y), *optimizers, **options)
 

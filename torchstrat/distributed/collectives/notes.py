@@ -35,7 +35,7 @@ class StoreVisits:
 
     def __init__(self, store: Any) -> None:
         self._first = store
-        self._store: object = None
+        self._store: dist.Store | None = None
         self._late: threading.Thread | None = None
 
     @property
@@ -47,7 +47,7 @@ class StoreVisits:
         """
         return self._late is not None and self._late.is_alive()
 
-    def visit(self, call: Callable[[Any], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+    def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
         if self.is_gone:
             return otherwise
@@ -122,24 +122,24 @@ class FailureBoard:
         keys = {f"calls/{place}/{rank}": rank for rank in ranks}
         said = {self._rank: own}
 
-        def tell_and_hear(store: Any) -> None:
+        def tell_and_hear(store: dist.Store) -> None:
             store.set(f"calls/{place}/{self._rank}", own)
             collect(store, keys, said, PATIENCE_SECONDS)
 
         self.visit(tell_and_hear, None, 2 * PATIENCE_SECONDS)
         return dict(said)
 
-    def visit(self, call: Callable[[Any], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+    def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         """See `StoreVisits.visit`; the store is the part of this board."""
         return self._visits.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise, seconds)
 
 
-def note_of(store: Any, prefix: str, rank: int) -> str | None:
+def note_of(store: dist.Store, prefix: str, rank: int) -> str | None:
     """Why a rank stopped taking part, as it has told on the board of this ``prefix``."""
     return said_at(dist.PrefixStore(prefix, store), _key(rank))
 
 
-def said_at(store: Any, key: str) -> str | None:
+def said_at(store: dist.Store, key: str) -> str | None:
     """What stands there; None where nothing does.
 
     A store's own ``get`` waits for what is not there, also where it was taken away since somebody asked for it.
@@ -148,7 +148,7 @@ def said_at(store: Any, key: str) -> str | None:
     return None if found == _NOTHING else found
 
 
-def collect(store: object, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:
+def collect(store: dist.Store, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:
     """Add to ``said`` by rank what is at the ``keys``, waiting a little for those that are not there."""
     missing = dict(keys)
     deadline = time.monotonic() + seconds
@@ -172,7 +172,7 @@ _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
 class Place(Protocol):
     """Where words are left, and how a rank waits for those of the others."""
 
-    def visit(self, call: Callable[[Any], Any], otherwise: object) -> Any:
+    def visit(self, call: Callable[[dist.Store], T], otherwise: T) -> T:
         """What ``call`` makes of a part of the store that nothing else has; see `StoreVisits.visit`."""
 
     def told(self) -> None:
@@ -204,12 +204,12 @@ class StoredWords:
     def tell(self, word: str) -> None:
         if self._word is None:
             self._word = word
-            self._leave()
+            self._leave(word)
             self._place.told()
 
-    def _leave(self) -> None:
-        def leave(store: Any) -> bool:
-            store.set(str(self._rank), self._word)
+    def _leave(self, word: str) -> None:
+        def leave(store: dist.Store) -> bool:
+            store.set(str(self._rank), word)
             return True
 
         self._is_left = self._place.visit(leave, False)
@@ -223,9 +223,10 @@ class StoredWords:
         deadline, pause = time.monotonic() + self._seconds, _FIRST_LOOK_SECONDS
         while True:
             if self._word is not None and not self._is_left:
-                self._leave()  # the store did not answer; without it the others would wait in vain
+                self._leave(self._word)  # the store did not answer; without it the others would wait in vain
             ended = self._place.ended()  # before the store is asked: a rank may leave its word, and then end
-            said.update(self._place.visit(partial(_heard, missing), {}))
+            nothing: dict[int, str] = {}
+            said.update(self._place.visit(partial(_heard, missing), nothing))
             missing = [rank for rank in missing if rank not in said]
             if not missing:
                 break
@@ -239,12 +240,12 @@ class StoredWords:
         self._place.visit(self._forget, None)
         return said
 
-    def _forget(self, store: Any) -> None:
+    def _forget(self, store: dist.Store) -> None:
         # The last of those that have read them all takes them away: passes are many.
         if store.add("read", 1) == self._size:
             for name in [*map(str, range(self._size)), "read"]:
                 store.delete_key(name)
 
 
-def _heard(missing: Sequence[int], store: object) -> dict[int, str]:
+def _heard(missing: Sequence[int], store: dist.Store) -> dict[int, str]:
     return {rank: word for rank in missing if (word := said_at(store, str(rank))) is not None}

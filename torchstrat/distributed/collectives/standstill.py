@@ -23,7 +23,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
 
 from torchstrat.distributed.collectives.notes import StoreVisits, note_of, said_at
 from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
@@ -222,7 +224,7 @@ class Standstill:
 
     # -- in the store -----------------------------------------------------------------------------------------------
 
-    def _find(self, store: Any, channel: Channel) -> StandstillError | None:
+    def _find(self, store: dist.Store, channel: Channel) -> StandstillError | None:
         own = self._own(channel)
         if own != self._told:
             store.set(_key(self._place, self._rank), json.dumps(own))
@@ -245,7 +247,7 @@ class Standstill:
             [name for name, _, in_background in known if in_background],
         )
 
-    def _failed(self, store: object, channel: Channel) -> dict[int, str]:
+    def _failed(self, store: dist.Store, channel: Channel) -> dict[int, str]:
         """Those of the others that have told of their failure a while ago. One that goes on takes it back."""
         now = time.monotonic()
         failed = {}
@@ -261,7 +263,7 @@ class Standstill:
 class _Circle:
     """Looks for ranks each of which waits for the next one, and the last for ``rank``."""
 
-    def __init__(self, store: object, place: str, rank: int, own: _Said) -> None:
+    def __init__(self, store: dist.Store, place: str, rank: int, own: _Said) -> None:
         self._store, self._place, self._rank, self._own = store, place, rank, own
         self._asked: set[int] = set()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -187,7 +187,7 @@ class InPlaceSum:
 
     def __init__(self, blocks: Blocks, meet: Callable[[], None]) -> None:
         self._blocks, self._meet = blocks, meet
-        self._kept_rows: dict[tuple[Any, ...], _Row] = {}
+        self._kept_rows: dict[tuple[object, ...], _Row] = {}
         self._totals: dict[torch.dtype, torch.Tensor] = {}
         self._factor: float | None = None
         self._factors: dict[torch.dtype, torch.Tensor] = {}
