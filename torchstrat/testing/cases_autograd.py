@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
+from torchstrat.core._torch_private import version_of
 from torchstrat.testing.training import (
     Batch,
     Case,
@@ -382,8 +383,8 @@ def cached_by_version() -> Training:
 
     def norm() -> torch.Tensor:
         weight = model.last.weight
-        if kept[0] != weight._version:
-            kept[:] = weight._version, weight.detach().norm()
+        if kept[0] != version_of(weight):
+            kept[:] = version_of(weight), weight.detach().norm()
         return kept[1]  # type: ignore[no-any-return]
 
     return Training(plain_step(model, sgd(model)), {"model": model, "norm": norm}, after=lambda *_: norm())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -21,6 +22,7 @@ from torchstrat.core.values import BatchInfo, PerReplica
 from torchstrat.distributed.tpu_topology import Topology
 from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding
 from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
+from torchstrat.strategies.strategy import Strategy
 from torchstrat.strategies.tpu import TPUStrategy
 
 
@@ -230,18 +232,20 @@ def fake_tpu_strategy(replicas: int = 1, logical_devices: int = 1, **options: An
     # A row of the mesh is a replica. Places are given one by one, since the usual order in a mesh may be a ring.
     mesh_shape = [logical_devices, replicas, 1, 1]
     places = [[[x, y, 0, 0] for x in range(logical_devices)] for y in range(replicas)]
-    return TPUStrategy(
-        device_assignment=DeviceAssignment(Topology.virtual(mesh_shape), places),
-        _runtime=FakeSpmdRuntime(replicas * logical_devices, mesh_shape),
-        **options,
-    )
+    runtime = FakeSpmdRuntime(replicas * logical_devices, mesh_shape)
+    assignment = DeviceAssignment(Topology.virtual(mesh_shape), places)
+    strategy = TPUStrategy(device_assignment=assignment, _runtime=runtime, **options)
+    _runtimes[strategy] = runtime
+    return strategy
 
 
-def runtime_of(strategy: TPUStrategy) -> FakeSpmdRuntime:
+_runtimes: weakref.WeakKeyDictionary[Strategy, FakeSpmdRuntime] = weakref.WeakKeyDictionary()
+"""Of the strategies that were made here."""
+
+
+def runtime_of(strategy: Strategy) -> FakeSpmdRuntime:
     """What the strategy of `fake_tpu_strategy` says its annotations to, and executes its programs on."""
-    runtime = strategy._system.runtime
-    assert isinstance(runtime, FakeSpmdRuntime)
-    return runtime
+    return _runtimes[strategy]
 
 
 def batch_of_replicas(parts: Sequence[torch.Tensor], *, run_empty: bool = False) -> PerReplica[torch.Tensor]:
