@@ -45,10 +45,10 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
-hooks_on_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+hooks_on_gradient: Callable[[torch.Tensor], dict[int, object] | None] = operator.attrgetter("_backward_hooks")
 """What `Tensor.register_hook` has registered, in the order in which it is called; None before the first."""
 
-hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter(
+hooks_after_accumulation: Callable[[torch.Tensor], dict[int, object] | None] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
 """The same of `Tensor.register_post_accumulate_grad_hook`."""
@@ -84,18 +84,22 @@ own_children: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = o
 """The dictionaries in which a module keeps what it has itself: asking them makes nothing, unlike its methods."""
 
 unsaved_buffers: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
-hooks_before_forward: Callable[[torch.nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
+hooks_before_forward: Callable[[torch.nn.Module], dict[int, object]] = operator.attrgetter("_forward_pre_hooks")
 
-hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_pre_hooks")
+hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, object]] = operator.attrgetter(
+    "_optimizer_step_pre_hooks"
+)
 _hooks_after_state: Callable[[torch.optim.Optimizer], dict[int, object]] = operator.attrgetter(
     "_optimizer_state_dict_post_hooks"
 )
-hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, Any]] = operator.attrgetter("_optimizer_step_post_hooks")
+hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, object]] = operator.attrgetter(
+    "_optimizer_step_post_hooks"
+)
 
 ragged_dim: Callable[[torch.Tensor], int] = operator.attrgetter("_ragged_idx")
 """Of a nested tensor: which of its dimensions has other sizes."""
 
-schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+schema_of: Callable[[object], torch.FunctionSchema] = operator.attrgetter("_schema")
 """What an operator takes, and which of it it changes."""
 
 current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
@@ -159,7 +163,7 @@ raise_on_data_pointer: Callable[[torch.Tensor], None] = look_up("_C._set_throw_o
 wrapper_of: Callable[..., Any] = look_up("Tensor._make_wrapper_subclass")
 """``wrapper_of(cls, shape, dtype=…)``: a tensor of class ``cls`` without memory."""
 
-ignores_functions: Any = look_up("_C._disabled_torch_function_impl")
+ignores_functions: object = look_up("_C._disabled_torch_function_impl")
 """``__torch_function__`` of a class whose tensors are to be treated as plain ones."""
 
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
@@ -227,7 +231,7 @@ _transforms = {
 }
 
 
-_before_transforms: list[Callable[[Any], None]] = []
+_before_transforms: list[Callable[[object], None]] = []
 
 
 def before_transforms_take(callback: Callable[[Any], None]) -> None:
@@ -294,14 +298,14 @@ def _left_alone(function: Function, inner: Any) -> Function:
     return function
 
 
-_paused: dict[tuple[int, int], Any] = {}  # by thread and optimizer: what compiled until our hook gave it another step
+_paused: dict[tuple[int, int], object] = {}  # by thread and optimizer: what compiled until our hook gave another step
 
 
 def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook before an optimizer's step that the compiler leaves alone. Where the hook has another optimizer stepped,
     which is a new one every time, that step is not compiled either."""
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def before(optimizer: object, args: object, kwargs: object) -> object:
         compiling, instead = _set_eval_frame(None), None
         try:
             instead = hook(optimizer, args, kwargs)
@@ -359,7 +363,7 @@ set_by_blocks: tuple[tuple[ModuleType, str], ...] = (
 )
 """Names in modules of torch that a ``with`` block, or what is undone at its end, sets for the whole process."""
 
-global_module_hooks: tuple[dict[int, Any], ...] = tuple(
+global_module_hooks: tuple[dict[int, object], ...] = tuple(
     look_up(f"nn.modules.module._global_{kind}")
     for kind in (
         "backward_pre_hooks",
@@ -374,7 +378,7 @@ global_module_hooks: tuple[dict[int, Any], ...] = tuple(
 
 # Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
 # the rest of entering and leaving an empty run.
-registration_hooks: tuple[dict[int, Any], ...] = tuple(
+registration_hooks: tuple[dict[int, object], ...] = tuple(
     look_up(f"nn.modules.module._global_{kind}_registration_hooks") for kind in ("parameter", "buffer", "module")
 )
 _optimizer_module = importlib.import_module("torch.optim.optimizer")  # not to be had as an attribute of torch.optim
@@ -509,7 +513,7 @@ _loader_iterator = look_up("utils.data.DataLoader._get_iterator")
 _iterator_of: Callable[[type], object] = operator.attrgetter("_get_iterator")
 
 
-def iterates_as_torch_does(loader: torch.utils.data.DataLoader[Any]) -> bool:
+def iterates_as_torch_does(loader: torch.utils.data.DataLoader[object]) -> bool:
     """Whether what a loader hands out follows from its settings; its class, or it, may have an iterator of its own."""
     kind = type(loader)
     is_own = kind.__iter__ is not torch.utils.data.DataLoader.__iter__ or "_get_iterator" in vars(loader)
@@ -522,13 +526,13 @@ _index_and_labels: Callable[[object], tuple[int, torch.Tensor]] = operator.attrg
 )
 
 
-def reduction_of(node: Any) -> int | None:
+def reduction_of(node: object) -> int | None:
     """Of a loss of torch, by the node of the graph that stands for it: 0 none, 1 mean, 2 sum. None: no such node."""
     found: int | None = getattr(node, "_saved_reduction", None)
     return found
 
 
-def ignored_labels(node: Any) -> torch.Tensor | None:
+def ignored_labels(node: object) -> torch.Tensor | None:
     """Which labels a mean over labels leaves out. None: the node is no such mean."""
     if reduction_of(node) != 1 or not hasattr(node, "_saved_ignore_index"):
         return None
@@ -556,5 +560,5 @@ def path_of_operator(value: object) -> tuple[str, ...] | None:
     return tuple(str(value).split("."))
 
 
-def operator_at(path: Sequence[str]) -> Any:
+def operator_at(path: Sequence[str]) -> object:
     return functools.reduce(getattr, path, torch.ops)

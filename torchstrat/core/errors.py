@@ -125,11 +125,11 @@ class PeerTimeoutError(CommunicationTimeoutError):
 class PeerUnavailableError(CommunicationError):
     """One process of a cluster is gone, or cannot be reached. ``peer``: which one."""
 
-    def __init__(self, message: str, peer: Any = None) -> None:
+    def __init__(self, message: str, peer: object = None) -> None:
         super().__init__(message)
         self.peer = peer
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.peer)
 
 
@@ -144,7 +144,7 @@ class ParameterServerUnavailable(CommunicationError):  # noqa: N818  # the name 
         super().__init__(message)
         self.task = task
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.task)
 
 

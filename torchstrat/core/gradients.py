@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from torchstrat.core._torch_private import (
     DisableTorchFunction,
@@ -130,12 +131,12 @@ class _Own:
 
     __slots__ = ("early", "late", "reference")
 
-    def __init__(self, reference: weakref.ref[torch.Tensor], late: Any) -> None:
+    def __init__(self, reference: weakref.ref[torch.Tensor], late: RemovableHandle) -> None:
         self.reference, self.late = reference, late
-        self.early: Any = None
+        self.early: RemovableHandle | None = None
 
 
-def _put_first(hooks: dict[int, object], handle: Any) -> None:
+def _put_first(hooks: dict[int, object], handle: RemovableHandle | None) -> None:
     """Have the hook of ``handle`` called before the others, some of which may have been there before it."""
     if handle is None or handle.id not in hooks or next(iter(hooks)) == handle.id:
         return
@@ -326,8 +327,11 @@ class Watcher(Protocol):
         """A hook has been registered there."""
 
 
-register_hook: Callable[..., Any] = torch.Tensor.register_hook
-register_post_accumulate_grad_hook: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
+Register = Callable[..., RemovableHandle]
+"""Of a tensor and a hook."""
+
+register_hook: Register = torch.Tensor.register_hook
+register_post_accumulate_grad_hook: Register = torch.Tensor.register_post_accumulate_grad_hook
 """PyTorch's own."""
 
 _watching = weakref.WeakSet[Any]()
@@ -345,8 +349,8 @@ def watch_registrations(watcher: Watcher) -> None:
     _watching.add(watcher)
 
 
-def _counting(register: Callable[..., object]) -> Callable[..., object]:
-    def counted(tensor: torch.Tensor, hook: Callable[..., object]) -> Any:
+def _counting(register: Register) -> Register:
+    def counted(tensor: torch.Tensor, hook: Callable[..., object]) -> RemovableHandle:
         global hooks_registered
         hooks_registered += 1
         return register(tensor, hook)
@@ -358,9 +362,9 @@ untold_hook, untold_post_accumulate_grad_hook = map(_counting, (register_hook, r
 """For hooks of a strategy's own."""
 
 
-def _telling(register: Callable[..., object], counted: Callable[..., object]) -> Callable[..., object]:
+def _telling(register: Register, counted: Register) -> Register:
     @functools.wraps(register)
-    def told(tensor: torch.Tensor, hook: Callable[..., object]) -> Any:
+    def told(tensor: torch.Tensor, hook: Callable[..., object]) -> RemovableHandle:
         watchers = [one for one in tuple(_watching) if one.knows(tensor)]
         for watcher in watchers:
             hook = _for_one(watcher, hook)

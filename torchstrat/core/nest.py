@@ -18,10 +18,10 @@ Nest = Any
 
 # Of types. Every run asks for every argument, and an abstract class takes long to answer. OmegaConf's containers hold
 # no tensors, and raise where they are opened at a value that is still missing: they are passed whole.
-_is_container: Callable[[Any], bool] = functools.lru_cache(1024)(
+_is_container: Callable[[object], bool] = functools.lru_cache(1024)(
     lambda kind: issubclass(kind, (list, tuple, Mapping)) and kind.__module__.partition(".")[0] != "omegaconf"
 )
-_is_mapping: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, Mapping))
+_is_mapping: Callable[[object], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, Mapping))
 
 
 def is_nested(value: Nest) -> bool:
@@ -142,7 +142,7 @@ def leaves(value: Nest) -> Iterator[Any]:
     return iter(flatten(value))
 
 
-def flatten(value: Nest) -> list[Any]:
+def flatten(value: Nest) -> list[object]:
     """The same as a list."""
     if not is_nested(value):
         return [value]
@@ -159,7 +159,7 @@ def _collect(container: Nest, found: list[object]) -> None:
             found.append(child)
 
 
-def unflatten(like: Nest, values: list[Any]) -> Nest:
+def unflatten(like: Nest, values: list[object]) -> Nest:
     """The structure of ``like`` with its leaves replaced, in order, by ``values``."""
     replacements = iter(values)
     return map_structure(lambda _: next(replacements), like)

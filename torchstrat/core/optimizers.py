@@ -193,7 +193,7 @@ def hyperparameters(group: Mapping[str, object]) -> dict[str, object]:
 Places = tuple[tuple[int, ...], ...]
 
 
-def groups_with_wrapped(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Places]:
+def groups_with_wrapped(optimizer: Optimizer) -> tuple[list[dict[str, object]], Places]:
     """The parameter groups of an optimizer and, behind them, those that only optimizers have that it wraps; and by
     wrapped one, the places of its own among these."""
     groups, places = list(optimizer.param_groups), []
@@ -257,7 +257,7 @@ def kept_by(optimizer: Optimizer) -> list[object]:
     return found
 
 
-def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def load_in_place(optimizer: Optimizer, state: dict[str, object]) -> None:
     """`Optimizer.load_state_dict` into the groups and the state that are there, where PyTorch puts others in their
     place: an optimizer that wraps this one may have the same (``self.param_groups = wrapped.param_groups``)."""
     kept, groups, each = optimizer.state, optimizer.param_groups, list(optimizer.param_groups)
@@ -328,7 +328,7 @@ def _without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
     return bare
 
 
-_bare: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
+_bare: weakref.WeakKeyDictionary[Callable[..., object], Callable[..., object]] = weakref.WeakKeyDictionary()
 """Kept because every step that is shared out asks."""
 
 
@@ -446,7 +446,7 @@ class _Blocks:
             leaf.grad = gradient
         known = optimizer.state.get(parameter) or {}
         self.is_new = not known
-        self.states: list[dict[str, Any]] = [{} for _ in self.leaves]
+        self.states: list[dict[str, object]] = [{} for _ in self.leaves]
         for name, value in known.items():
             for own, part in zip(self.states, self._parts(value), strict=True):
                 own[name] = part

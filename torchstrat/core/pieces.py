@@ -50,7 +50,7 @@ def whole_value_of(tensor: torch.Tensor) -> WholeValue | None:
     return found[1] if found is not None and found[0]() is tensor else None
 
 
-_memory: dict[type, Callable[[Any], torch.Tensor]] = {}
+_memory: dict[type, Callable[[object], torch.Tensor]] = {}
 
 
 def has_memory(kind: type, piece: Callable[[Any], torch.Tensor]) -> None:
@@ -79,7 +79,11 @@ def class_of_pieces(kind: type) -> type:
         return kind  # it hears of operators itself
 
     def passed_on(
-        cls: type, func: Callable[..., object], types: Sequence[type], args: Sequence[Any] = (), kwargs: object = None
+        cls: type,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: object = None,
     ) -> object:
         return call_operator(func, args, kwargs)
 

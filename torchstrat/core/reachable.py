@@ -58,8 +58,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _WHOLES: tuple[type, ...] = (torch.Tensor, nn.Module, types.ModuleType, *HELPER_TYPES)  # looked at in any case
 
 # Of types: every run asks.
-_is_atom: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _ATOMS))
-_is_whole: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _WHOLES))
+_is_atom: Callable[[object], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _ATOMS))
+_is_whole: Callable[[object], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _WHOLES))
 
 
 def _find_slots(kind: type) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def _find_slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
-_slots_of: Callable[[Any], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
+_slots_of: Callable[[object], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
 
 _LIBRARIES = frozenset(
     {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
@@ -93,7 +93,7 @@ class Reached:
     generators: list[Any] = dataclasses.field(default_factory=list)
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors that are no parameters, nor leaves with a gradient."""
-    objects: list[Any] = dataclasses.field(default_factory=list)
+    objects: list[object] = dataclasses.field(default_factory=list)
     """Of classes of the program's own."""
 
 
@@ -105,9 +105,9 @@ class Start:
     that names them.
     """
 
-    def __init__(self, fn: Callable[..., Any] | None, arguments: Iterable[Any]) -> None:
+    def __init__(self, fn: Callable[..., object] | None, arguments: Iterable[object]) -> None:
         self._objects = [one for one in (*_from_callable(fn), *arguments) if not _is_atom(type(one))]
-        self.references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
+        self.references: list[weakref.ref[object] | None] = []  # to the same; None where there is no such thing
         self.is_closed = True
         self._named = list(self._objects)
         known: set[int] = set()
@@ -156,7 +156,7 @@ class Start:
         self._objects, self._named = [], []
 
 
-def _reference_to(value: object) -> weakref.ref[Any] | None:
+def _reference_to(value: object) -> weakref.ref[object] | None:
     try:
         return weakref.ref(value)
     except TypeError:
@@ -219,7 +219,7 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
         yield from _from_callable(value) if callable(value) else _attributes(value)
 
 
-def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[Any]:
+def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[object]:
     if (
         isinstance(value, nn.Module)
         or not _is_library(type(value).__module__)
@@ -323,11 +323,11 @@ class Watcher:
     """Callbacks; they are called on the creating thread, and only where ``is_current()``."""
 
     is_current: Callable[[], bool]
-    on_member: Callable[[nn.Module, str, Any], None]
+    on_member: Callable[[nn.Module, str, object], None]
     """A parameter, buffer or child is about to be registered in a module under a name."""
     on_copy: Callable[[nn.Module], None]
     """A module has been made by a deep copy, or unpickled."""
-    on_helper: Callable[[Any], None]
+    on_helper: Callable[[object], None]
     """An optimizer, scheduler or gradient scaler has been made."""
 
 

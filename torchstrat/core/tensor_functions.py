@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def methods(*names: str) -> set[Any]:
+def methods(*names: str) -> set[object]:
     return {getattr(torch.Tensor, name) for name in names}
 
 

@@ -112,7 +112,7 @@ class PerReplica(DistributedValues[T_co]):
 
     __slots__ = ()
 
-    def __array__(self, *_: object, **__: object) -> Any:
+    def __array__(self, *_: object, **__: object) -> object:
         raise InvalidArgumentError(
             "a PerReplica value cannot be converted to one array: it has one value per replica. "
             "Use strategy.reduce, strategy.gather or strategy.local_results first."
@@ -131,14 +131,14 @@ class PerReplica(DistributedValues[T_co]):
         raise WrongTypeError(f"the format {spec!r} was given {_several(self)}")
 
     @classmethod
-    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         raise InvalidArgumentError(
             f"{getattr(func, '__name__', func)} was given a PerReplica value, which has one value per replica. "
             "Call it inside strategy.run, or use strategy.reduce, strategy.gather or strategy.local_results first."
         )
 
 
-def _several(value: PerReplica[Any]) -> str:
+def _several(value: PerReplica[object]) -> str:
     return (
         f"a PerReplica value, which has one value per replica ({len(value.replica_ids)} in this process). "
         'strategy.reduce("mean", value) or strategy.reduce("sum", value) makes one of them; '
@@ -147,7 +147,7 @@ def _several(value: PerReplica[Any]) -> str:
 
 
 def _refuse(name: str, shown: str) -> None:
-    def refused(self: PerReplica[Any], *_: object) -> NoReturn:
+    def refused(self: PerReplica[object], *_: object) -> NoReturn:
         raise WrongTypeError(f"{shown} was given {_several(self)}")
 
     refused.__name__ = name
@@ -207,7 +207,7 @@ def _first(value: object) -> Any:
     return value.values[0] if isinstance(value, Mirrored) else value
 
 
-def _delegate(name: str) -> Any:
+def _delegate(name: str) -> object:
     def operator(self: Mirrored[Any], *others: object) -> Any:
         return getattr(self.values[0], name)(*(_first(other) for other in others))
 
@@ -330,7 +330,7 @@ def distribute_values(
     return nest.map_structure(lambda *leaves: PerReplica(leaves, replica_ids=local_replicas), values[0], *values[1:])
 
 
-def local_results(value: object, local_replicas: tuple[int, ...]) -> tuple[Any, ...]:
+def local_results(value: object, local_replicas: tuple[int, ...]) -> tuple[object, ...]:
     """The local components of a value or, of a nest, one nest per local component."""
     if isinstance(value, DistributedValues):
         return value.values
@@ -341,8 +341,8 @@ def local_results(value: object, local_replicas: tuple[int, ...]) -> tuple[Any, 
         return (value,)
     count = len(local_replicas)
 
-    def pick(index: int) -> Any:
-        def open_leaf(leaf: object) -> Any:
+    def pick(index: int) -> object:
+        def open_leaf(leaf: object) -> object:
             if isinstance(leaf, DistributedValues):
                 return leaf.values[index]
             parts = getattr(leaf, "_local_components", None)

@@ -76,7 +76,7 @@ class WeakOrdered:
     """Objects in order of arrival, compared by identity (tensors and modules define ``==`` otherwise), held weakly."""
 
     def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._references: dict[int, weakref.ref[object]] = {}
         self._numbers: dict[int, int] = {}
         self.count = 0
         """How many have ever been added."""
@@ -139,7 +139,7 @@ class VariableRegistry:
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
         self._vectors, self._views, self._plain = WeakOrdered(), WeakOrdered(), WeakOrdered()
-        self.objects: list[weakref.ref[Any]] = []
+        self.objects: list[weakref.ref[object]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self.variables = WeakOrdered()
         """The `Variable` objects that every process creates."""
@@ -157,9 +157,9 @@ class VariableRegistry:
         self._stands_for: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
         self._watch = CreationWatch(Watcher(is_current, self._on_member, self._on_copy, self._on_helper))
         self._opened: list[bool] = []  # whether each watches classes
-        self._walked: dict[Any, Start] = {}  # of the last so many steps
+        self._walked: dict[object, Start] = {}  # of the last so many steps
         self.buffer_rules = BufferRules()
-        self.on_member: Callable[[nn.Module, str, Any], None] | None = None
+        self.on_member: Callable[[nn.Module, str, object], None] | None = None
         """Called for every parameter, buffer and child registered in a module while recording. For the engine's use
         during a run."""
         self.on_copy: Callable[[nn.Module], None] | None = None

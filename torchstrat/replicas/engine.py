@@ -222,10 +222,10 @@ class StepCounts:
     """Numbers in objects of the program's own, in one run of a strategy after the other."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[weakref.ref[Any], dict[str, int]]] = []
+        self._before: list[tuple[weakref.ref[object], dict[str, int]]] = []
         self._told: set[str] = set()
 
-    def begin(self, objects: Sequence[weakref.ref[Any]]) -> None:
+    def begin(self, objects: Sequence[weakref.ref[object]]) -> None:
         """A run begins, whose step reaches these."""
         self._before = []
         for reference in objects:

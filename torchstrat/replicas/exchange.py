@@ -153,7 +153,7 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
 
 
-def _pack(value: object) -> Any:
+def _pack(value: object) -> object:
     if not isinstance(value, torch.Tensor) or _meta(value) is None:
         return value
     content = bytes_of(value.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()

@@ -24,7 +24,7 @@ from torchstrat.replicas.update_policies import END_OF_ROUND, LocalUpdate, Repli
 class LocalRounds:
     """The rounds of one ``replica``. ``helpers()``: optimizers, schedulers and scalers that there are."""
 
-    def __init__(self, policy: LocalUpdate, replica: int, helpers: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, policy: LocalUpdate, replica: int, helpers: Callable[[], Iterable[object]]) -> None:
         self._policy = policy
         self._replica = replica
         self._helpers = helpers
@@ -202,7 +202,7 @@ def put_values(registry: VariableRegistry, roster: Roster, own: OwnValues) -> No
         optimizer.state.update(state)
 
 
-def _copied(value: object) -> Any:
+def _copied(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value

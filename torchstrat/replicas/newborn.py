@@ -33,7 +33,7 @@ class Newborn:
         registry: VariableRegistry,
         ready: Callable[[nn.Module], None],
         used: Callable[[nn.Module], None] | None = None,
-        named: Callable[[nn.Module, str, Any], None] | None = None,
+        named: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
         on_new: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
     ) -> None:
         self._registry = registry

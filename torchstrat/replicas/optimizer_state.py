@@ -53,7 +53,7 @@ def places(attributes: dict[str, Any]) -> list[dict[str, Any]]:
     return [attributes, *attributes.get("param_groups", ())]
 
 
-def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+def settings(optimizer: Optimizer) -> list[dict[str, object]]:
     """What it has there now."""
     return [dict(place) for place in places(vars(optimizer))]
 
@@ -178,7 +178,7 @@ _MISSING = object()
 class SharedState:
     """The state of one optimizer in one run. ``copy_of`` makes a replica's own copy of an entry."""
 
-    def __init__(self, real: dict[Any, Any], copy_of: Callable[[Any], object]) -> None:
+    def __init__(self, real: dict[object, object], copy_of: Callable[[object], object]) -> None:
         self.real = real
         self.copy_of = copy_of
         self.before: dict[Any, object] = {}
@@ -194,7 +194,7 @@ class SharedState:
         """Whether there is any such entry as of `looked_at`."""
         return bool(self.before) or any(view.own for view in self.views)
 
-    def looked_at(self) -> list[tuple[Any, list[Any]]]:
+    def looked_at(self) -> list[tuple[object, list[object]]]:
         """Entries that any replica has looked at since the last step, and what each has there, the leader first."""
         keys = {id(key): key for key in [*self.before, *(key for view in self.views for key in view.own)]}
         return [(key, [self.real.get(key), *(view.peek(key) for view in self.views)]) for key in keys.values()]
@@ -207,7 +207,7 @@ class SharedState:
 
 
 if TYPE_CHECKING:
-    _Mapping = collections.defaultdict[Any, Any]
+    _Mapping = collections.defaultdict[object, object]
 else:
     # All methods come from the first class, and the second is what `isinstance` asks for. To mypy they are strangers.
     class _Mapping(MutableMapping, collections.defaultdict):
@@ -221,7 +221,7 @@ class _View(_Mapping):
         collections.defaultdict.__init__(self, getattr(shared.real, "default_factory", None))
         self.shared = shared
 
-    def __missing__(self, key: object) -> Any:
+    def __missing__(self, key: object) -> object:
         if self.default_factory is None:
             raise KeyError(key)
         self[key] = made = self.default_factory()
@@ -245,7 +245,7 @@ class _View(_Mapping):
 class LeaderView(_View):
     """The state itself, of which is kept what the leader's code looks at, and might edit."""
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         self.shared.keep(key)
         return self.shared.real[key] if key in self.shared.real else self.__missing__(key)
 
@@ -287,7 +287,7 @@ class ReplicaView(_View):
         before = self.shared.before
         return before[key] if key in before else self.shared.real.get(key, _MISSING)
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         own = self.own.get(key)
         if own is None:
             theirs = _MISSING if key in self.own else self._theirs(key)

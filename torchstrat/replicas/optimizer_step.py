@@ -223,7 +223,7 @@ class OptimizerStep:
             self._last_hooks.step_in_blocks(optimizer)
         return changed
 
-    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
+    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> object:
         """The same as the hook of one optimizer, and the last one."""
         return None if self.is_part_of_another() else self._begin(optimizer, args, kwargs)
 
@@ -283,7 +283,7 @@ class OptimizerStep:
             self._is_led = False
         return with_closure(be_idle(make_stand_in(call.optimizer), value), lambda: value, call.args, call.kwargs)
 
-    def _evaluate(self, call: StepCall) -> Any:
+    def _evaluate(self, call: StepCall) -> object:
         """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
         assert call.closure is not None
         records = self._gradients.records
@@ -358,7 +358,7 @@ class Step(Protocol):
     """An `OptimizerStep`, or what stands for one."""
 
     def is_part_of_another(self) -> bool: ...
-    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> Any: ...
+    def before_last(self, optimizer: Optimizer, args: object, kwargs: object) -> object: ...
     def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None: ...
 
 
@@ -476,7 +476,7 @@ class StepsOutside:
             if id(gradient) in places and tensor.grad is not None:
                 gradients[places[id(gradient)]] = tensor.grad
 
-    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> object:
         if self._paused or self._step.is_part_of_another():
             return None
         self._is_begun = self._begin()

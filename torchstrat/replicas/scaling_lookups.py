@@ -159,7 +159,9 @@ class _Group:
         """Whether all lookups so far have been with this norm."""
         return self._norm == norm
 
-    def ask(self, table: torch.Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def ask(
+        self, table: torch.Tensor, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Raises `UnsupportedError` where ``func`` uses ``table`` after lookups otherwise than in lookups like them."""
         is_inside, self._is_inside = self._is_inside, False
         if func in _ASKS_FORM or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
@@ -213,8 +215,12 @@ class _Asks(torch.Tensor):
     @classmethod
     @uncompiled_because("on several replicas, what a table with max_norm is used for has to be seen where it happens")
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUES or is_compiler_at_work():  # what is compiled leaves the call itself to Python
             with DisableTorchFunctionSubclass():
@@ -239,7 +245,7 @@ class _Asks(torch.Tensor):
     def as_subclass(self, cls: type[Any]) -> Any:
         return type(self).__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         group = _asking[id(self)]
         with group.lifted():
             group.ask(self, copy.deepcopy, (self,), {})

@@ -112,7 +112,7 @@ _PROBED = 16  # bytes of each tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own; a piece has.
-is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
+is_memory: Callable[[object], bool] = functools.lru_cache(1024)(
     lambda kind: plain_kind(kind).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 )
 

@@ -176,7 +176,7 @@ def _called(helper: object, number: int) -> str:
     return f"{type(helper).__name__} {number}"
 
 
-def _digest(value: Any) -> Digest:
+def _digest(value: object) -> Digest:
     value = memory_of(value)
     if isinstance(value, torch.Tensor):
         has_values = not value.is_meta and not torch.nn.parameter.is_lazy(value)

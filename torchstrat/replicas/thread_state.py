@@ -99,7 +99,7 @@ class ThreadState:
         """Run ``fn`` on this thread as if it were the other one, with ``device`` as the current CUDA device."""
         return self._context.copy().run(self._call, device, fn)
 
-    def _call(self, device: torch.device, fn: Callable[[], object]) -> Any:
+    def _call(self, device: torch.device, fn: Callable[[], object]) -> object:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         if self._is_plain and device.type != "cuda" and not count_function_modes() and not count_dispatch_modes():
@@ -203,7 +203,7 @@ _CACHE_OWNER, _CACHE_NAME = parametrization_cache
 class _ProcessState(NamedTuple):
     attributes: list[Any]
     """As of `_NAMES`."""
-    cache: dict[Any, object]
+    cache: dict[object, object]
     hooks: list[dict[int, Any]] | None
     """Of all modules; None for none."""
 

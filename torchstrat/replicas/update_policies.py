@@ -7,7 +7,6 @@ rest; a `LocalUpdate` leaves each replica its own and says when, and how, they a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ class PrimaryUpdate(UpdatePolicy):
         device: where they live; None: with the first replica.
     """
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: str | torch.device | None = None) -> None:
         self.device = device
 
 
@@ -47,7 +46,7 @@ class ShardedUpdate(PrimaryUpdate):
         keeps_gradients: combine each gradient only where it is stepped; then no rank may read or clip any.
     """
 
-    def __init__(self, device: Any = None, *, keeps_gradients: bool = False) -> None:
+    def __init__(self, device: str | torch.device | None = None, *, keeps_gradients: bool = False) -> None:
         super().__init__(device)
         self.keeps_gradients = keeps_gradients
 
@@ -64,7 +63,7 @@ class Replica:
     """
 
     def __init__(
-        self, index: int, communicator: Communicator, parameters: list[torch.Tensor], state: dict[str, Any]
+        self, index: int, communicator: Communicator, parameters: list[torch.Tensor], state: dict[str, object]
     ) -> None:
         self.index = index
         self.count = communicator.size

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,17 +20,19 @@ def open_tensor(value: object) -> Any:
     return value._lend() if isinstance(value, TensorOperators) else value
 
 
-def _binary(name: str) -> Any:
-    def operator(self: TensorOperators, other: object) -> Any:
-        return getattr(self._lend(), name)(open_tensor(other))
+def _binary(name: str) -> Callable[[TensorOperators, object], torch.Tensor]:
+    def operator(self: TensorOperators, other: object) -> torch.Tensor:
+        made: torch.Tensor = getattr(self._lend(), name)(open_tensor(other))
+        return made
 
     operator.__name__ = name
     return operator
 
 
-def _unary(name: str) -> Any:
-    def operator(self: TensorOperators) -> Any:
-        return getattr(self._lend(), name)()
+def _unary(name: str) -> Callable[[TensorOperators], torch.Tensor]:
+    def operator(self: TensorOperators) -> torch.Tensor:
+        made: torch.Tensor = getattr(self._lend(), name)()
+        return made
 
     operator.__name__ = name
     return operator
@@ -43,7 +45,7 @@ class TensorOperators:
         """The tensor to compute with, which is not to be written to."""
         raise NotImplementedError
 
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self) -> object:
         return self._lend().__dlpack_device__()
 
     def __eq__(self, other: object) -> Any:
@@ -108,8 +110,8 @@ def _refusal(name: str) -> UnsupportedError:
     )
 
 
-def _refused(name: str) -> Any:
-    def operator(self: TensorLike, other: object) -> Any:
+def _refused(name: str) -> Callable[[TensorLike, object], NoReturn]:
+    def operator(self: TensorLike, other: object) -> NoReturn:
         raise _refusal(name)
 
     operator.__name__ = name
@@ -128,8 +130,12 @@ class TensorLike(TensorOperators, abc.ABC):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if (args and isinstance(args[0], TensorLike) and _edits(name)) or isinstance(kwargs.get("out"), TensorLike):
@@ -220,8 +226,12 @@ class TensorInShards(TensorOperators):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if (args and isinstance(args[0], TensorInShards) and _edits(name)) or isinstance(

@@ -191,7 +191,7 @@ class Variable(TensorLike):
         """One component as a variable of its own, which shares the cell."""
         return self._like(VariablePlacement.ONE, (cell,), self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         """A variable of its own with the same values, of the same strategy."""
         copy = memo[id(self)] = self._like(self._kind, tuple(map(_local_copy, self._cells)))
         _number(self._strategy, copy)
@@ -292,7 +292,7 @@ class Variable(TensorLike):
             total: torch.Tensor = self._engine.reduce(op, self._per_replica(), None)
         return total.to(self._cells[0].value_device)
 
-    def _per_replica(self) -> PerReplica[Any]:
+    def _per_replica(self) -> PerReplica[object]:
         """What each replica of this process reads."""
         cells = self._cells if self._components else self._cells * len(self._replicas)
         return PerReplica([cell.lend() for cell in cells], replica_ids=self._replicas)
@@ -300,7 +300,7 @@ class Variable(TensorLike):
     def _local_components(self) -> tuple[Variable, ...]:
         return self._components or (self,)
 
-    def _reduced(self, op: ReduceOp, axis: Axis) -> Any:
+    def _reduced(self, op: ReduceOp, axis: Axis) -> object:
         """`Strategy.reduce` of this variable. It is equal on all replicas, so its own mean, unless it is ON_READ."""
         engine = self._engine
         if axis is not None or self._is_on_read:
@@ -374,7 +374,7 @@ class Variable(TensorLike):
                 component._assign(edit, select_replica(replica, value))
         return self
 
-    def _share_of_sum(self, edit: Edit, value: object) -> Any:
+    def _share_of_sum(self, edit: Edit, value: object) -> object:
         """What each component has to hold so that their sum is ``value``."""
         if edit is not Edit.ASSIGN:
             raise InvalidArgumentError(

@@ -181,7 +181,9 @@ class CentralState:
             self._bind(optimizer, tensor, entries)
         self.generation += 1
 
-    def _layout(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> dict[int, dict[str, tuple[Any, Any]]]:
+    def _layout(
+        self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]
+    ) -> dict[int, dict[str, tuple[object, object]]]:
         """By parameter and entry: where it is, or of what kind it has to be, or the value itself."""
         layout: dict[int, dict[str, tuple[object, object]]] = {}
         for index, tensor in enumerate(tensors):

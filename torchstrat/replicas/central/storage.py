@@ -38,7 +38,7 @@ class _Piece:
 
     __slots__ = ("known", "leaf", "part", "tensor")
 
-    def __init__(self, part: Part, tensor: torch.Tensor, leaf: torch.Tensor, known: dict[str, Any]) -> None:
+    def __init__(self, part: Part, tensor: torch.Tensor, leaf: torch.Tensor, known: dict[str, object]) -> None:
         self.part, self.tensor, self.leaf, self.known = part, tensor, leaf, known
 
     @property

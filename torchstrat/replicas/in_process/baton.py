@@ -283,10 +283,10 @@ class Baton:
 
     def run(
         self,
-        body: Callable[[int], Any],
+        body: Callable[[int], object],
         begin: Callable[[], None] | None = None,
         end: Callable[[BaseException | None], None] | None = None,
-    ) -> dict[int, Any]:
+    ) -> dict[int, object]:
         """Run ``body(id)`` for every id; what each returned. The first exception of any body ends all and is raised.
 
         ``begin()`` is called before the first body and, if it succeeded, ``end(error)`` after the last one has ended,

@@ -155,7 +155,7 @@ class ComponentAttributes:
     """The attributes of one run after the other."""
 
     def __init__(self) -> None:
-        self._modules: list[Any] = []  # and data classes that they hold
+        self._modules: list[object] = []  # and data classes that they hold
         self._attributes: dict[int, list[_Attributes]] = {}
         self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
         self._has_made_members = False
@@ -275,7 +275,7 @@ class _HooksOfStep:
     at the end is the leader's."""
 
     def __init__(self) -> None:
-        self._modules: list[Any] = []
+        self._modules: list[object] = []
         self._first = 0
         self._parked: dict[int, list[tuple[dict[int, object], int, object]]] = {}
 
@@ -294,7 +294,7 @@ class _HooksOfStep:
     def end(self) -> None:
         self._modules, self._parked = [], {}
 
-    def _found(self) -> Iterator[tuple[dict[int, Any], int]]:
+    def _found(self) -> Iterator[tuple[dict[int, object], int]]:
         for module in self._modules:
             if not isinstance(module, nn.Module):
                 continue
@@ -392,7 +392,7 @@ class ComponentHelpers:
         self._states: dict[int, SharedState] = {}  # by the id of the optimizer; wrappers may share theirs
         self._views: dict[int, LeaderView] = {}  # likewise
         self._stepping: set[int] = set()
-        self._apart: dict[tuple[int, int], Any] = {}  # replicas' own states, by the id of the owner's and the replica
+        self._apart: dict[tuple[int, int], object] = {}  # replicas' own states, by the id of the owner's and it
         self._vectors: Container[int] = ()
         self._settings: dict[int, list[dict[str, object]]] = {}  # of those that step, from before
 

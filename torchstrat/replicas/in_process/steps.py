@@ -73,7 +73,7 @@ class InProcessSteps:
             step.end()
         self._baton, self._own = None, {}
 
-    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> Any:
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> object:
         replica = None if self._baton is None else self._baton.holder
         return None if replica is None else self._steps[replica].before(optimizer, args, kwargs)
 

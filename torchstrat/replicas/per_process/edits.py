@@ -198,14 +198,14 @@ def _print(entry: object) -> float:
     return float(zlib.crc32(plain.encode())) + sum(fingerprint(tensors))
 
 
-def _copied(entry: object) -> Any:
+def _copied(entry: object) -> object:
     """Without the memory around what are views."""
     if isinstance(entry, dict):
         return {name: _copied(value) for name, value in entry.items()}
     return memory_of(entry).detach().clone() if isinstance(entry, torch.Tensor) else entry
 
 
-def _of_pieces(entry: object) -> list[Any]:
+def _of_pieces(entry: object) -> list[object]:
     """The names of its values that stand for wholes, of which each process has its piece."""
     return [name for name, value in _values(entry).items() if memory_of(value) is not value]
 
@@ -462,7 +462,7 @@ def _schedulers_and_scalers(members: Members) -> Iterator[Any]:
     return (one for one in members.helpers if not isinstance(one, Optimizer))
 
 
-def _plain_of(helper: object) -> dict[str, Any]:
+def _plain_of(helper: object) -> dict[str, object]:
     return {name: value for name, value in vars(helper).items() if is_plain(value)}
 
 

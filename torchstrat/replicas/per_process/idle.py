@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -70,11 +70,11 @@ class _Manifest(NamedTuple):
     """Of modules, which the step has changed."""
     counted: list[str]
     """Of the program's objects, attributes to which the step has added 1."""
-    helpers: list[Any]
-    drawn: dict[str, tuple[int, Any]]
+    helpers: list[object]
+    drawn: dict[str, tuple[int, object]]
     """Of Python's, NumPy's and the program's own generators from which the step has drawn: where they stood, as a
     `number_of` that, and where they stand."""
-    settings: list[Any]
+    settings: list[Sequence[Mapping[str, object]]]
     """What steps of optimizers of classes of one's own have set in their attributes."""
 
 
@@ -114,7 +114,7 @@ class IdleReplicas:
 
     # -- before -----------------------------------------------------------------------------------------------------
 
-    def before_run(self, fn: Callable[..., Any], args: object, kwargs: object) -> None:
+    def before_run(self, fn: Callable[..., object], args: object, kwargs: object) -> None:
         self._streams = RandomStreams(("python", "numpy"), generators_reached(fn, nest.leaves((args, kwargs))))
         self._stand = {name: number_of(state) for name, state in self._streams.states().items()}
         if self._storage is not None:
@@ -362,7 +362,7 @@ def _structure(result: object) -> object:
     return skeleton
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -496,7 +496,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, belongings: dict[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, belongings: dict[str, object]) -> None:
         super().__init__(file)
         self._belongings = belongings
 
