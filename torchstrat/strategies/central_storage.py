@@ -58,7 +58,7 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(
         self,
-        compute_devices: Sequence[Any] | None = None,
+        compute_devices: Sequence[object] | None = None,
         parameter_device: Any = None,
         *,
         gradient_reduce_op: ReduceOp | str = "mean",

@@ -56,7 +56,7 @@ class MirroredStrategy(Strategy):
         collectives: str = "auto",
         allow_several_hosts: bool = False,
         logical_devices_per_replica: int = 1,
-        sharding_rules: Mapping[str, Sequence[Any]] | None = None,
+        sharding_rules: Mapping[str, Sequence[object]] | None = None,
         logical_mesh_shape: Sequence[int] | None = None,
         independent: bool = False,
     ) -> None:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -112,14 +112,14 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: Any = None,
+        cluster_resolver: object = None,
         communication_options: CommunicationOptions | None = None,
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
         collectives: str = "auto",
         logical_devices_per_replica: int = 1,
-        sharding_rules: Mapping[str, Sequence[Any]] | None = None,
+        sharding_rules: Mapping[str, Sequence[object]] | None = None,
         logical_mesh_shape: Sequence[int] | None = None,
         independent: bool = False,
     ) -> None:

@@ -349,7 +349,9 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _variable_made(self, variable: Variable) -> None:
         """A `Variable` of this strategy is complete."""
 
-    def _make_sharded_variable(self, initial_value: object, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
+    def _make_sharded_variable(
+        self, initial_value: object, name: object, shape: object, dtype: object, **kind: object
+    ) -> object:
         """What to make instead of a `Variable`; None where this strategy does not split variables.
 
         ``kind``: the aggregation and the synchronization."""

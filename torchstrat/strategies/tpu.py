@@ -136,7 +136,7 @@ class TPUStrategy(Strategy):
     # -- run --------------------------------------------------------------------------------------------------------
 
     def _run_on_engine(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
+        self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], options: RunOptions | None
     ) -> object:
         if self._unchecked_rules is not None:
             self._unchecked_rules.require_all_used()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.engine import PlainTensors
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
-from torchstrat.replicas.optimizer_state import SharedState
 from torchstrat.replicas.renormed_rows import has_scaled_rows, may_be_table, renormed_weights, rows_scaled_by_others
 from torchstrat.replicas.state import (
     CommonStorages,
@@ -65,7 +63,7 @@ class Components:
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
         self.buffers = ComponentBuffers(devices, registry.buffer_rules)
-        self._helpers = ComponentHelpers(watches_leader=True) if helpers is None else helpers
+        self.helpers = ComponentHelpers(watches_leader=True) if helpers is None else helpers
         self._attributes = ComponentAttributes()
         self._plain = PlainTensors()
         self._common = CommonStorages()
@@ -106,7 +104,7 @@ class Components:
         slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
         self.buffers.begin(slots, members.modules, self._replicas, members.views)
         shared = vectors | {id(state.original) for state in self.buffers.states} | set(map(id, members.views))
-        self._helpers.begin(members.helpers, self._replicas, shared)
+        self.helpers.begin(members.helpers, self._replicas, shared)
         self._attributes.begin(members.modules, self._replicas, shared)
         self._plain.begin(self._registry.plain_tensors(), shared)
         if self._home == self._leader:
@@ -141,7 +139,7 @@ class Components:
 
     def _let_go(self, *, failed: bool, is_round: bool = False) -> None:
         self.buffers.end(failed=failed)
-        self._helpers.end(is_round=is_round)
+        self.helpers.end(is_round=is_round)
         self._attributes.end(self._leader)
         self._plain.end()
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
@@ -172,8 +170,8 @@ class Components:
         if key != CENTRAL:
             if self.buffers.states:
                 self.buffers.park(key)
-            if self._helpers.helpers:
-                self._helpers.park(key)
+            if self.helpers.helpers:
+                self.helpers.park(key)
             self._attributes.park(key)
             self._plain.park(key)
         self._is_parked = True
@@ -217,7 +215,7 @@ class Components:
         self._is_parked = False
         self.park()
         self.refresh()
-        self._helpers.copy_again()
+        self.helpers.copy_again()
 
     def _install(self, key: int) -> None:
         if self._common:
@@ -247,8 +245,8 @@ class Components:
     def _install_objects(self, replica: int) -> None:
         if self.buffers.states:
             self.buffers.install(replica)
-        if self._helpers.helpers:
-            self._helpers.install(replica)
+        if self.helpers.helpers:
+            self.helpers.install(replica)
         self._attributes.install(replica)
 
     def _carry_to_central(self, slots: Iterable[TensorSlot] | None = None) -> None:
@@ -269,7 +267,7 @@ class Components:
     def enter_step(self, optimizer: Optimizer) -> None:
         """For the leader, in its turn: an optimizer is about to step; install the central components."""
         self._steps += 1
-        self._helpers.enter_step(optimizer)
+        self.helpers.enter_step(optimizer)
         if self._home == CENTRAL and self._installed != CENTRAL:
             self.park()
             self._carry_to_central()
@@ -278,7 +276,7 @@ class Components:
     def leave_step(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """The optimizer has stepped them: every replica gets the new values."""
         self._steps -= 1
-        self._helpers.leave_step(optimizer)
+        self.helpers.leave_step(optimizer)
         if self._home != CENTRAL:
             self.refresh(tensors)
             return
@@ -291,7 +289,7 @@ class Components:
     def undo_edits(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """For another replica, in its turn, after a step: what hooks on the optimizer edited in place has been done on
         the central variables already, when the leader stepped."""
-        self._helpers.forget_state(optimizer)
+        self.helpers.forget_state(optimizer)
         for tensor in tensors:
             slot = self._slots.get(id(tensor))
             if slot is not None and version_of(tensor) != slot.version:
@@ -319,14 +317,6 @@ class Components:
                 slot.tensor.data = slot.data[self._installed]
                 slot.tensor.grad = slot.grads.get(self._installed)
             self._is_parked = was_parked
-
-    def settings(self) -> Iterator[tuple[Any, list[list[dict[str, object]]]]]:
-        """What each replica has set in optimizers, schedulers and scalers. While all replicas stand still."""
-        return self._helpers.settings()
-
-    def states(self) -> Iterable[SharedState]:
-        """What replicas see of what each optimizer keeps."""
-        return self._helpers.states()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 
@@ -434,7 +424,7 @@ class Components:
         if self._registry.changes != self._changes:
             self._changes = self._registry.changes
             found += self._registry.tensors()
-            self._helpers.add(self._registry.helpers(), self._holder)
+            self.helpers.add(self._registry.helpers(), self._holder)
         if self._lazy:
             found += [tensor for tensor in self._lazy if not is_lazy(tensor)]
             self._lazy = [tensor for tensor in self._lazy if is_lazy(tensor)]

@@ -60,7 +60,9 @@ from torchstrat.replicas.thread_state import OwnSettings, ProcessSettings, Threa
 from torchstrat.replicas.update_policies import LocalUpdate
 
 
-def _inputs_of(replica: int, args: Sequence[object], kwargs: dict[str, object]) -> tuple[list[object], dict[str, Any]]:
+def _inputs_of(
+    replica: int, args: Sequence[object], kwargs: dict[str, object]
+) -> tuple[list[object], dict[str, object]]:
     return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 
@@ -383,7 +385,7 @@ class InProcessReplicas:
 
     def _report_differing(self, replicas: list[int]) -> None:
         if not self._differing.is_told_of_settings:
-            for helper, (first, *others) in self._components.settings():
+            for helper, (first, *others) in self._components.helpers.settings():
                 for groups in others:
                     self._differing.report_settings(helper, optimizer_state.differing(first, groups))
         if self._differing.is_told or self._rounds:
@@ -391,7 +393,7 @@ class InProcessReplicas:
         slots = self._components.slots()
         if self._components.has_edits:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
-        states = state_edited_differently(self._components.states())
+        states = state_edited_differently(self._components.helpers.states())
         self._differing.report(data_edited_differently(slots, replicas, self._gradients.combined_of), state=states)
 
     def _is_current(self) -> bool:

@@ -66,7 +66,7 @@ class LocalComponents(Components):
             parameters[name] = slot.data[replica] if slot is not None and is_own else tensor
         states = [dict(one.state) for one in self._registry.optimizers()]
         if replica != self._home:
-            states = [self._helpers.state_of(one, replica, self._home) for one in self._registry.optimizers()]
+            states = [self.helpers.state_of(one, replica, self._home) for one in self._registry.optimizers()]
         return OwnValues(parameters, self.buffers.own_of(replica, self._registry.named_buffer_slots()), states)
 
     def put_own_values(self, own: Mapping[int, OwnValues], roster: Roster) -> None:
@@ -83,4 +83,4 @@ class LocalComponents(Components):
         self.buffers.put_own(own, self._registry.named_buffer_slots())
         for number, optimizer in enumerate(self._registry.optimizers()):
             states = {r: values.optimizers[number] for r, values in own.items() if r and values.optimizers}
-            self._helpers.put_states(optimizer, states)
+            self.helpers.put_states(optimizer, states)

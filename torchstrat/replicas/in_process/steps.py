@@ -134,7 +134,7 @@ class InProcessSteps:
                 slots = self._slots_of(call.tensors)
                 self._components.share(slots)
                 are_as_combined = all(is_as_combined for _, is_as_combined, _ in brought.values())
-                has_looked = any(state.is_looked_at for state in self._components.states())
+                has_looked = any(state.is_looked_at for state in self._components.helpers.states())
                 if self._components.has_edits or not are_as_combined or has_looked:
                     self._report_differing(slots, list(optimizers))
                 self._components.merge_rows()
@@ -155,7 +155,7 @@ class InProcessSteps:
             return
         edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
         gradients = gradients_edited_differently(slots, replicas, self._gradients.combined_of)
-        self._differing.report(edited, gradients, state_edited_differently(self._components.states()))
+        self._differing.report(edited, gradients, state_edited_differently(self._components.helpers.states()))
 
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
         slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]

@@ -101,7 +101,7 @@ class PerProcessReplica:
             self._storage.tables = lambda: renormed_weights(self.registry.modules())
             self._storage.wrapped = self._find_wrapped
         self._is_staged = copies is not None
-        self._owned: tuple[Any, dict[int, Owned]] = ((), {})
+        self._owned: tuple[object, dict[int, Owned]] = ((), {})
         self._wrapped: tuple[int, frozenset[int]] = (-1, frozenset())
         self._rosters = Rosters(self.registry)
         owners = self._owners_of if keeps_gradients and self._storage is not None else None
@@ -117,7 +117,7 @@ class PerProcessReplica:
         self._counts = StepCounts()
         self._lookups = ScalingLookups(strategy, communicator.size, self.registry)
         self._hook_key = new_hook_key()
-        self._known: dict[str, weakref.ref[Any]] = {}
+        self._known: dict[str, weakref.ref[object]] = {}
         self._taken_over: tuple[object, ...] = ()  # what stays equal as long as there is nothing new
         owns = not central or communicator.rank == OWNER
         self._policy, self._outside_policy = self._make_policy(), self._make_policy()
@@ -335,7 +335,7 @@ class PerProcessReplica:
     def _find_owners(self) -> None:
         if self._storage is not None and self._gradients.leaves_with_owners:
             optimizers = self.registry.optimizers()
-            key: list[Any] = [*(tuple(map(id, tensors_of(one))) for one in optimizers), self._storage.state.generation]
+            key = *(tuple(map(id, tensors_of(one))) for one in optimizers), self._storage.state.generation
             if self._owned[0] != key:
                 self._owned = (key, self._storage.owners(optimizers))
 
@@ -387,13 +387,7 @@ class PerProcessReplica:
         return result
 
     def _run_without_idle(
-        self,
-        active: list[int],
-        roster: Roster,
-        members: Members,
-        fn: Callable[..., object],
-        args: object,
-        kwargs: object,
+        self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: object, kwargs: object
     ) -> object:
         idle = IdleReplicas(
             self._world,
@@ -428,9 +422,7 @@ class PerProcessReplica:
         self._edits.begin(self._rosters.now().tensors)
         return result
 
-    def _run_replica(
-        self, roster: Roster, members: Members, fn: Callable[..., object], args: Any, kwargs: Any
-    ) -> object:
+    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> object:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         self._find_owners()

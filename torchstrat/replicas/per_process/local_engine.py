@@ -176,7 +176,7 @@ class _OutsideChanges:
         self._registry = registry
         self._tensors: list[tuple[weakref.ref[torch.Tensor], Trace]] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], str, weakref.ref[torch.Tensor], Trace]] = []
-        self._states: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Optimizer, tuple[object, object]] = weakref.WeakKeyDictionary()
 
     def note(self, roster: Roster) -> None:
         """A run has ended."""

@@ -176,7 +176,7 @@ MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 class Program:
     """Modules and optimizers in the order in which they were made."""
 
-    def __init__(self, registry: VariableRegistry, made: Any, optimizer: Optimizer | None) -> None:
+    def __init__(self, registry: VariableRegistry, made: object, optimizer: Optimizer | None) -> None:
         self.registry = registry
         self.optimizers = registry.optimizers()
         self._made = made, optimizer  # the registry holds nothing

@@ -141,7 +141,7 @@ class StrategyExtended:
         strategy: ExtendedStrategy,
         worker_devices: tuple[str, ...],
         parameter_devices: tuple[str, ...],
-        cluster_resolver: Any = None,
+        cluster_resolver: object = None,
     ) -> None:
         self._strategy = strategy
         context.strategies.add(strategy)
