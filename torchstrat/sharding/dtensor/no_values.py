@@ -18,28 +18,16 @@ from torchstrat.core import gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_zero_
 from torchstrat.core.errors import ContextError
 from torchstrat.core.pieces import piece_of
-from torchstrat.core.tensor_functions import getter, properties, setter, tensors_in
+from torchstrat.core.tensor_functions import getter, methods, properties, setter, tensors_in
 
 METADATA = {  # what can be asked of a tensor without a look at its elements
     *properties(
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "itemsize", "nbytes"
     ),
     *properties("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.get_device,
-    torch.Tensor.__len__,
-    gradients.register_hook,
-    gradients.told_hook,
-    torch.Tensor.retain_grad,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
+    *methods("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "get_device"),
+    *methods("__len__", "retain_grad"),
+    *(gradients.register_hook, gradients.told_hook, torch.is_floating_point, torch.is_complex, torch.numel),
 }
 
 
@@ -79,17 +67,9 @@ _NEEDS_NO_VALUES = METADATA | {
         "grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "retains_grad", "name", "output_nr"
     ),
     *map(setter, ("grad", "requires_grad", "_backward_hooks")),
-    torch.Tensor.requires_grad_,
-    gradients.register_post_accumulate_grad_hook,
-    gradients.told_post_accumulate_grad_hook,
-    torch.Tensor.__repr__,
-    torch.Tensor.__format__,
-    torch.Tensor.__hash__,
-    torch.Tensor.stride,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.storage_offset,
-    torch.Tensor.is_shared,
-    torch.Tensor.is_same_size,
+    *(gradients.register_post_accumulate_grad_hook, gradients.told_post_accumulate_grad_hook),
+    *methods("requires_grad_", "__repr__", "__format__", "__hash__", "stride", "is_contiguous", "storage_offset"),
+    *methods("is_shared", "is_same_size"),
 }
 
 

@@ -18,10 +18,11 @@ import torch
 from torch.nn import functional
 
 from torchstrat.sharding.dtensor import cut_tensors
+from torchstrat.sharding.dtensor.cut_tensors import shape_of
 from torchstrat.sharding.dtensor.devices import Cut
 from torchstrat.sharding.dtensor.operators.elementwise import own_noise
 from torchstrat.sharding.dtensor.operators.reductions import mean
-from torchstrat.sharding.dtensor.operators.rules import Call, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, rule
 
 INNER = "inner"
 

@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional
 
 from torchstrat.core.tensor_functions import tensors_in
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, local_of, requires_grad
-from torchstrat.sharding.dtensor.devices import Cut
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, local_of, requires_grad, shape_of
+from torchstrat.sharding.dtensor.devices import Cut, cut_axes
 from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory
-from torchstrat.sharding.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, functions_called, rule
 
 UNARY = (
     *("abs", "ceil", "clamp", "clip", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log"),

@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional
 
 from torchstrat.core.half_precision import widen
+from torchstrat.sharding.dtensor.cut_tensors import shape_of
 from torchstrat.sharding.dtensor.operators.contraction import agree_on_labels, cut_by_labels
 from torchstrat.sharding.dtensor.operators.elementwise import over_elements
 from torchstrat.sharding.dtensor.operators.reductions import axes_within, cut_after, mean, total
-from torchstrat.sharding.dtensor.operators.rules import Call, Dims, dims_of, one_dim, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, Dims, dims_of, one_dim, rule
 
 
 @rule("softmax", "log_softmax")

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from torchstrat.core._torch_private import foreach_norm
 from torchstrat.core.half_precision import HALF, widen
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor
-from torchstrat.sharding.dtensor.devices import Cut
-from torchstrat.sharding.dtensor.operators.rules import Call, Dims, cut_axes, dims_of, rule, shape_of
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, shape_of
+from torchstrat.sharding.dtensor.devices import Cut, cut_axes
+from torchstrat.sharding.dtensor.operators.rules import Call, Dims, dims_of, rule
 
 
 def axes_within(call: Call, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_functions import getter, setter, tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, local_of, refused, shape_of
-from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices, cut_axes
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import METADATA
 
 _MOST = 1 << 14
@@ -335,18 +335,3 @@ def _as_piece(tensor: CutTensor, gradient: object) -> torch.Tensor:
     if isinstance(gradient, CutTensor) and gradient.cut == tensor.cut:
         return local_of(gradient)
     return cut_tensors.enter(gradient.detach(), tensor.devices, tensor.cut, ()).clone()
-
-
-__all__ = [
-    "Call",
-    "apply",
-    "cut_axes",
-    "dims_of",
-    "functions_called",
-    "name_of",
-    "one_dim",
-    "operators",
-    "rule",
-    "shape_of",
-    "with_stand_ins",
-]

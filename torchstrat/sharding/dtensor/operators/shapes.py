@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from torchstrat.sharding.dtensor.cut_tensors import shape_of
 from torchstrat.sharding.dtensor.devices import Cut, cut_axes
 from torchstrat.sharding.dtensor.operators.elementwise import cut_of_result
-from torchstrat.sharding.dtensor.operators.rules import Call, Dims, one_dim, rule, shape_of
+from torchstrat.sharding.dtensor.operators.rules import Call, Dims, one_dim, rule
 
 
 def _sizes(given: Sequence[Any]) -> list[int]:
