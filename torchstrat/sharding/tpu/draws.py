@@ -7,7 +7,7 @@ the step makes for itself, and a seed that the step sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeGuard
 
@@ -18,6 +18,7 @@ from torchstrat.core import nest
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.randomness import seedings, state_of, stream_seed
 from torchstrat.sharding.tpu.edits import Edits
+from torchstrat.sharding.tpu.lanes import Arguments, Options
 from torchstrat.sharding.tpu.limits import current_place
 from torchstrat.sharding.tpu.number_kinds import members
 from torchstrat.sharding.tpu.spmd import SpmdRuntime
@@ -113,7 +114,10 @@ _BY_VALUES = members(_FUNCTIONAL, F) | members(_PLAIN, torch) | members("bernoul
 _DRAWS = _IN_PLACE | _FACTORIES | _LIKE | _BY_VALUES
 
 
-def is_draw(func: object) -> TypeGuard[Callable[..., torch.Tensor]]:
+Drawing = Callable[..., torch.Tensor]
+
+
+def is_draw(func: object) -> TypeGuard[Drawing]:
     """Whether ``func`` may draw random numbers, or gives a tensor its first values."""
     return func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init"
 
@@ -123,16 +127,14 @@ def is_fill(func: object) -> bool:
     return func in _IN_PLACE or func not in _DRAWS
 
 
-def target_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
+def target_of(args: Arguments, kwargs: Options) -> torch.Tensor:
     """What a function that `is_fill` names fills."""
     target = args[0] if args else kwargs["tensor"]
     assert isinstance(target, torch.Tensor)
     return target
 
 
-def on_host(
-    func: Callable[..., torch.Tensor], args: Sequence[object], kwargs: dict[str, object], generator: torch.Generator
-) -> torch.Tensor:
+def on_host(func: Drawing, args: Arguments, kwargs: Options, generator: torch.Generator) -> torch.Tensor:
     """What ``func`` draws from ``generator``, where that is; what a fill draws, in a tensor of its own."""
     host = generator.device
     if is_fill(func):
@@ -165,13 +167,7 @@ class Draws:
         self._lanes, self._edits, self._stream = edits.lanes, edits, stream
         self._share, self._from_outside = share, from_outside
 
-    def call(
-        self,
-        func: Callable[..., torch.Tensor],
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        plainly: Callable[[], object],
-    ) -> object:
+    def call(self, func: Drawing, args: Arguments, kwargs: Options, plainly: Callable[[], object]) -> object:
         """``plainly``: the call as any other is made."""
         generator = kwargs.get("generator")
         if generator is torch.default_generator:  # each replica's own, as where none is named
@@ -199,12 +195,10 @@ class Draws:
             "the step, where each replica gets a stream of its own, or draw with torch.rand(...) and compare."
         )
 
-    def _is_lane(self, args: Sequence[object], kwargs: object) -> bool:
+    def _is_lane(self, args: Arguments, kwargs: object) -> bool:
         return any(self._lanes.is_lane_tensor(one) for one in nest.leaves((list(args), kwargs)))
 
-    def _fill(
-        self, func: Callable[..., torch.Tensor], args: Sequence[object], kwargs: dict[str, object], is_shared: bool
-    ) -> torch.Tensor:
+    def _fill(self, func: Drawing, args: Arguments, kwargs: Options, is_shared: bool) -> torch.Tensor:
         """Random values in place: each replica's own for what the step has made, for all the same else."""
         target = target_of(args, kwargs)
         if self._lanes.is_inside_transform:
@@ -223,11 +217,7 @@ class Draws:
             return func(*args, **kwargs)
 
     def _by_generator(
-        self,
-        func: Callable[..., torch.Tensor],
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        generator: torch.Generator,
+        self, func: Drawing, args: Arguments, kwargs: Options, generator: torch.Generator
     ) -> torch.Tensor:
         """Drawn on the generator's device, as the numbers are that it is made for. From one that the step was given
         the replicas draw one after the other; one that the step has made is each replica's, at the same place."""
@@ -261,7 +251,7 @@ class Draws:
             return target.copy_(result)
 
 
-def _is_still(func: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
+def _is_still(func: object, args: Arguments, kwargs: Options) -> bool:
     """Whether a function that can draw does not, by its arguments."""
     if kwargs.get("training") is False or (func is F.dropout and args[2:3] == (False,)):
         return True

@@ -34,9 +34,9 @@ from torchstrat.sharding.grid import DeviceGrid, ShardedEntry, Sharding
 from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
-from torchstrat.sharding.tpu.draws import RandomStream, is_draw, is_fill, on_host, target_of
+from torchstrat.sharding.tpu.draws import Drawing, RandomStream, is_draw, is_fill, on_host, target_of
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LanePlacement, LaneValues, Pass, Stacked, global_inputs
-from torchstrat.sharding.tpu.lanes import Lanes
+from torchstrat.sharding.tpu.lanes import Arguments, Function, Lanes, Options
 from torchstrat.sharding.tpu.limits import refused_program
 from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.recording import NormLayer, Recording, Run
@@ -128,7 +128,7 @@ class _GlobalMode(RecordedMode):
         super().__init__(run.device, find, run.before.edits)
         self._stream = run.stream
 
-    def call(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
+    def call(self, func: Function, args: Arguments, kwargs: Options) -> object:
         if is_draw(func):
             self._stream.seeded_in_step()
             generator = kwargs.get("generator")
@@ -136,13 +136,7 @@ class _GlobalMode(RecordedMode):
                 return self._drawn(func, args, kwargs, generator)
         return super().call(func, args, kwargs)
 
-    def _drawn(
-        self,
-        func: Callable[..., torch.Tensor],
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        generator: torch.Generator,
-    ) -> torch.Tensor:
+    def _drawn(self, func: Drawing, args: Arguments, kwargs: Options, generator: torch.Generator) -> torch.Tensor:
         drawn = on_host(func, args, kwargs, generator).detach().to(self._device)
         if not is_fill(func):
             return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
@@ -265,11 +259,7 @@ class SpmdReplicas:
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        fn: Callable[..., object],
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        options: RunOptions | None = None,
+        self, fn: Callable[..., object], args: Arguments, kwargs: Options, options: RunOptions | None = None
     ) -> object:
         self._require_open()
         if torch.is_inference_mode_enabled():
@@ -417,7 +407,7 @@ class SpmdReplicas:
         gathered: object = nest.map_structure(lambda leaf: recording.all_gather(leaf, axis), value)
         return gathered
 
-    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Options) -> object:
         return self._recording("merge_call").merge_call(fn, args, kwargs)
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
@@ -475,7 +465,7 @@ class SpmdReplicas:
         return [one.cpu() if isinstance(one, torch.Tensor) else one for one in value.values]
 
 
-def _record_global(fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], run: Run) -> object:
+def _record_global(fn: Callable[..., object], args: Arguments, kwargs: Options, run: Run) -> object:
     """Call ``fn`` once, on tensors of the global batch; what it returned."""
     with enter(run.strategy, ReplicaContext(run.strategy, 0)), _GlobalMode(run).active():
         return fn(*args, **kwargs)

@@ -22,6 +22,11 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_functions import properties
 from torchstrat.sharding.tpu import _functorch_private as functorch
 
+Function = Callable[..., object]
+Arguments = Sequence[object]
+Options = dict[str, object]
+"""By name. Of a call of PyTorch's that a step makes."""
+
 _FACTS = properties("shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "is_sparse", "is_meta")
 
 
@@ -33,11 +38,7 @@ class KeptTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
+        cls, func: Function, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         with DisableTorchFunctionSubclass():
             if func in _FACTS or functorch.interpreters():  # in a later run it has the values of its own

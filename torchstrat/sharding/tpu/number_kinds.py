@@ -18,7 +18,7 @@ from torchstrat.core import nest
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.half_precision import HALF
 from torchstrat.core.tensor_functions import setter
-from torchstrat.sharding.tpu.lanes import TensorSet
+from torchstrat.sharding.tpu.lanes import Arguments, Function, Options, TensorSet
 from torchstrat.sharding.tpu.limits import current_place
 
 
@@ -130,7 +130,7 @@ def is_any_complex(args: Iterable[object]) -> bool:
     return False
 
 
-def of_complex(func: Callable[..., object]) -> Callable[..., object]:
+def of_complex(func: Function) -> Function:
     """What to call for ``func`` of complex numbers.
 
     Raises:
@@ -158,7 +158,7 @@ class Pairs:
         self._views = views
         self.made = TensorSet()
 
-    def note(self, func: object, args: Sequence[object], result: object) -> None:
+    def note(self, func: object, args: Arguments, result: object) -> None:
         """``func(*args)`` was ``result``."""
         if func is _pair or (self.made and func in self._views and args and args[0] in self.made):
             for one in result if isinstance(result, list | tuple) else (result,):
@@ -198,7 +198,7 @@ _ALONE = members("dot vdot mv inner tensordot vecdot", torch, torch.Tensor, F, t
 
 
 def lowered(
-    func: object, args: Sequence[object], kwargs: dict[str, object], device_type: str
+    func: object, args: Arguments, kwargs: Options, device_type: str
 ) -> tuple[Sequence[object], dict[str, object], bool] | None:
     """The arguments of ``func`` under the autocast that is in force, and whether that stays in force within it; None
     for a function that autocast finds by itself.
@@ -224,7 +224,7 @@ def lowered(
 
 
 def _cast(
-    args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
+    args: Arguments, kwargs: Options, dtype: torch.dtype, kinds: tuple[torch.dtype, ...]
 ) -> tuple[Sequence[object], dict[str, object]]:
     def cast(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import ParamSpec
@@ -25,7 +25,7 @@ from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import Tensors
 from torchstrat.sharding.tpu.draws import Draws, is_draw
 from torchstrat.sharding.tpu.edits import Edits, is_edit, written
-from torchstrat.sharding.tpu.lanes import TensorSet, steps_own_tensors
+from torchstrat.sharding.tpu.lanes import Arguments, Function, Options, TensorSet, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, lowered, members, of_complex
 from torchstrat.sharding.tpu.rewrites import Rewrites
@@ -49,7 +49,7 @@ class Layouts:
     def __init__(self) -> None:
         self._others = TensorSet()
 
-    def require_known(self, func: object, args: Sequence[object]) -> None:
+    def require_known(self, func: object, args: Arguments) -> None:
         """Raises `UnsupportedError` where ``func`` looks at memory that is not known."""
         if func not in _READS_MEMORY and func not in _CHANGES_MEMORY:
             return
@@ -65,7 +65,7 @@ class Layouts:
                 f"transposed, expanded or cut out of another. Call it on tensor.contiguous(), with strides to match."
             )
 
-    def note(self, func: object, args: Sequence[object], result: object) -> None:
+    def note(self, func: object, args: Arguments, result: object) -> None:
         """``func(*args)`` was ``result``."""
         if func in _ORDER or not (func in _REARRANGE or (self._others and any(one in self._others for one in args))):
             return
@@ -139,11 +139,7 @@ class RecordedMode(TorchFunctionMode):
         self._layouts, self._pairs = Layouts(), Pairs(_REARRANGE)
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: Function, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
@@ -152,7 +148,7 @@ class RecordedMode(TorchFunctionMode):
                 return self._guarded(func, args, kwargs)
         return self._guarded(func, args, kwargs)
 
-    def _guarded(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
+    def _guarded(self, func: Function, args: Arguments, kwargs: Options) -> object:
         if is_any_autocast_enabled():
             as_plainly = lowered(func, args, kwargs, self._device.type)
             if as_plainly is not None:
@@ -180,7 +176,7 @@ class RecordedMode(TorchFunctionMode):
         self._pairs.note(func, args, result)
         return result
 
-    def call(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
+    def call(self, func: Function, args: Arguments, kwargs: Options) -> object:
         """What a function of PyTorch is in a step."""
         rewrite = self._find_rewrite(func)
         if rewrite is not None:
@@ -199,7 +195,7 @@ class RecordedMode(TorchFunctionMode):
         """Whether there is no value before the step has been run. (The fake of the tests computes on the CPU.)"""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu"
 
-    def _names_host(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    def _names_host(self, args: Arguments, kwargs: Mapping[str, object]) -> bool:
         """Whether ``tensor.to(*args, **kwargs)`` goes to the CPU."""
         target = kwargs.get("device", args[0] if args else None)
         if isinstance(target, torch.Tensor):
@@ -246,11 +242,7 @@ class StepMode(RecordedMode):
         }
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: Function, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         kwargs = kwargs or {}
         if _steps.is_plain and func not in _READS:
@@ -259,7 +251,7 @@ class StepMode(RecordedMode):
         self._lanes.notes.add(result)
         return result
 
-    def call(self, func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
+    def call(self, func: Function, args: Arguments, kwargs: Options) -> object:
         if torch.is_grad_enabled() and func not in _NO_USES:
             self._own.take_up(args, kwargs)
         handler = self._handlers.get(func)
@@ -408,7 +400,7 @@ def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
     """In this block every `StepMode` knows when an optimizer steps on its thread; ``stepped`` is called after each."""
 
     def enter(
-        optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+        optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: Options
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         require_possible(optimizer)
         if _steps.before is not None:
@@ -432,7 +424,7 @@ def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
             handle.remove()
 
 
-Arguments = ParamSpec("Arguments")
+Parameters = ParamSpec("Parameters")
 
 
 class _Redirect(threading.local):
@@ -443,8 +435,8 @@ _redirect = _Redirect()
 _original_backward = torch.autograd.backward
 
 
-def _redirected(original: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    def backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+def _redirected(original: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    def backward(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         target = _redirect.target
         if target is None:
             original(*args, **kwargs)
