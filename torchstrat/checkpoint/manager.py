@@ -166,10 +166,6 @@ class CheckpointManager:
         self._pending = PendingSaves()
         self._left_behind: set[int] = set()  # steps later than the restored one: no part of this training any more
         self._closed = False
-        # `OnServerLoss.attempt`, set by ClusterCoordinator.restore_on_server_loss
-        self._attempt: Callable[[Callable[[], SaveHandle], Callable[[], SaveHandle]], SaveHandle] = lambda save, _: (
-            save()
-        )
 
     # -- what is there ----------------------------------------------------------------------------------------------
 
@@ -219,9 +215,13 @@ class CheckpointManager:
             checkpoint, step = None, checkpoint
         what, number = self._meant(checkpoint, "save"), _require_step(step)
         path = self._numbered.path(number)
+        from torchstrat.checkpoint.remote import attempts
         from torchstrat.checkpoint.writing import not_saved
 
-        return self._attempt(lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path))
+        attempt = attempts.get(self)
+        if attempt is None:
+            return self._save(what, number, path, asynchronous)
+        return attempt(lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path))
 
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
         from torchstrat.checkpoint.processes import all_processes

@@ -6,11 +6,11 @@ The room of the servers is above this one: `connected` has those that a strategy
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -121,6 +121,18 @@ class Servers(Protocol):
     ) -> Restoring:
         """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
 
+
+_Result = TypeVar("_Result")
+
+
+class Attempt(Protocol):
+    """See `OnServerLoss.attempt`."""
+
+    def __call__(self, call: Callable[[], _Result], after_restore: Callable[[], _Result], /) -> _Result: ...
+
+
+attempts: weakref.WeakKeyDictionary[object, Attempt] = weakref.WeakKeyDictionary()
+"""By manager: how it saves through losses of servers, see `ClusterCoordinator.restore_on_server_loss`."""
 
 connected: weakref.WeakSet[Servers] = weakref.WeakSet()
 """Of the open strategies of this process."""

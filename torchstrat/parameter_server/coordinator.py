@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 import torch
 from numpy.typing import NDArray
 
-from torchstrat.checkpoint.remote import connected
+from torchstrat.checkpoint.remote import attempts, connected
 from torchstrat.core import nest
 from torchstrat.core.context import StrategyLike, engine_of
 from torchstrat.core.errors import (
@@ -379,7 +379,7 @@ class ClusterCoordinator:
             within_seconds=seconds,
             timeout_seconds=self._job.timeout_seconds,
         )
-        manager._attempt = self._job.servers.attempt = on_loss.attempt
+        attempts[manager] = self._job.servers.attempt = on_loss.attempt
 
     # -- per-worker values ------------------------------------------------------------------------------------------
 

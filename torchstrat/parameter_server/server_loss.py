@@ -257,7 +257,7 @@ def require_complete(checkpoint: Checkpoint, job: Job, servers: Servers) -> None
     from torchstrat.checkpoint.optimizer_item import make_items
 
     job.commit()
-    items = make_items(checkpoint._objects, servers)
+    items = make_items(checkpoint.objects, servers)
     held = {slot.spec.number for item in items for slot in item.remote_slots()}
     stepped = {state.optimizer for item in items for state in item.remote_states()}
     missing = [spec.name for spec in job.trained() if spec.number not in held]
