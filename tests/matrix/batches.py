@@ -372,7 +372,6 @@ TABLE = Table(
     question="Does each replica's step get its own rows, whatever a batch is and however it comes?",
     make_cells=cells,
     faults=FAULTS,
-    # Each process reads for itself in all that have several.
-    alike=lambda place: "torchrun" if places.processes_of(place) > 1 else place,
+    alike=places.launch_of,
     bundle=8,
 )

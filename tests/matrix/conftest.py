@@ -8,6 +8,7 @@ import pytest
 
 from tests.matrix.generated import Runner
 from tests.matrix.places import Launcher
+from tests.matrix.table import Table
 
 _shared: list[Launcher | Runner] = []
 
@@ -15,7 +16,7 @@ _shared: list[Launcher | Runner] = []
 @pytest.fixture(scope="session")
 def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     tables = [item.callspec.params.get("table") for item in request.session.items if hasattr(item, "callspec")]
-    with Launcher(forks=any(table is not None and table.in_forks for table in tables)) as launcher:
+    with Launcher(forks=any(isinstance(table, Table) and table.in_forks for table in tables)) as launcher:
         _shared.append(launcher)
         yield launcher
         _shared.remove(launcher)

@@ -15,7 +15,7 @@ from torch import nn
 import torchstrat as ts
 from tests.matrix.gradient_faults import FAULTS
 from tests.matrix.gradient_updates import COLUMNS, Column
-from tests.matrix.places import TPU, carried_otherwise, opened
+from tests.matrix.places import TPU, launch_of, opened
 from tests.matrix.table import RIGHT, Cell, Expected, Table, assert_close, documented, refused
 from torchstrat.errors import ContextError, UnsupportedError
 
@@ -344,5 +344,5 @@ TABLE = Table(
     "Which gradients does an update use, whatever they come from and whatever looks at them on the way?",
     make_cells,
     faults=FAULTS,
-    alike=carried_otherwise,
+    alike=launch_of,
 )

@@ -128,6 +128,6 @@ TABLE = Table(
     name="held",
     question="Is what a module holds under another name the same wherever it is read?",
     make_cells=cells,
-    alike=places.carried_otherwise,
+    alike=places.launch_of,
     sampled=2,
 )

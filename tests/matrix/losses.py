@@ -377,5 +377,5 @@ TABLE = Table(
     question="Is the gradient of a loss over the global batch that of one device?",
     make_cells=cells,
     faults=FAULTS,
-    alike=places.carried_otherwise,
+    alike=places.launch_of,
 )

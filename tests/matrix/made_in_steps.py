@@ -364,5 +364,5 @@ TABLE = Table(
     question="Does what a step itself makes mean what it means on one device?",
     make_cells=cells,
     faults=FAULTS,
-    alike=places.carried_otherwise,
+    alike=places.launch_of,
 )

@@ -59,10 +59,14 @@ def opened(place: str, **options: Any) -> Iterator[Any]:
         strategy.close()
 
 
-def carried_otherwise(place: str) -> str:
-    """Of places that differ in what carries their numbers, shared memory or sockets, the first: `Table.alike`."""
-    others = {"torchrun multi_worker_mirrored": "torchrun mirrored", CENTRAL_ON_SOCKETS: "torchrun central_storage"}
-    return others.get(place, place)
+def launch_of(place: str) -> str:
+    """Of places that differ in the strategy, in how many replicas it has, or in what carries its numbers: what starts
+    their replicas. `Table.alike`."""
+    if place in TORCHRUN:
+        return "torchrun"
+    if place in (LOGICAL_DEVICES, LOGICAL_ON_SOCKETS):
+        return LOGICAL_DEVICES
+    return "in process" if place in IN_PROCESS else place
 
 
 def processes_of(place: str) -> int:

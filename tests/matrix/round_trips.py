@@ -425,7 +425,7 @@ TABLE = Table(
     question="Does state that goes to a file come back as plain PyTorch would bring it back?",
     make_cells=cells,
     faults=FAULTS,
-    alike=places.carried_otherwise,
+    alike=lambda place: ON_SERVERS if place == IN_SHARDS else places.launch_of(place),
     bundle=20,
     leave=leave,
 )

@@ -470,5 +470,5 @@ TABLE = Table(
     question="Is every other use of a table whose lookups scale rows that of one device, or refused?",
     make_cells=cells,
     faults=FAULTS,
-    alike=lambda place: "mirrored x2" if place in places.IN_PROCESS else places.carried_otherwise(place),
+    alike=places.launch_of,
 )

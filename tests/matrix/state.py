@@ -724,5 +724,5 @@ TABLE = Table(
     question="Does state mean what it means on one device, whatever a program does to it?",
     make_cells=cells,
     faults=FAULTS,
-    alike=places.carried_otherwise,
+    alike=places.launch_of,
 )

@@ -146,13 +146,13 @@ class Table:
 
     @cached_property
     def sample(self) -> frozenset[str]:
-        """Ids of cells that together have each row and each column, in one of the places that are ``alike`` at least,
-        and each known difference once."""
+        """Ids of cells that together have each place, each row and each column of it in one of the places that are
+        ``alike`` at least, and each known difference once."""
         chosen: set[str] = set()
         counts: dict[tuple[str, str, str], int] = {}
         for cell in self._spread():
             place = self.alike(cell.place)
-            keys = [("row", cell.row, place), ("column", cell.column, place)]
+            keys = [("row", cell.row, place), ("column", cell.column, place), ("place", cell.place, "")]
             if cell.expected.verdict == "open":
                 keys.append(("open", cell.expected.reason, ""))
             if any(counts.get(key, 0) < self.sampled for key in keys):
@@ -163,17 +163,22 @@ class Table:
 
     def _spread(self) -> list[Cell]:
         """The cells in an order that meets other rows with other columns first, so that few of them cover all."""
-        rows = {row: index for index, row in enumerate(dict.fromkeys(cell.row for cell in self.cells.values()))}
-        columns = {name: index for index, name in enumerate(dict.fromkeys(c.column for c in self.cells.values()))}
-        places = {name: index for index, name in enumerate(dict.fromkeys(c.place for c in self.cells.values()))}
+        cells = self.cells.values()
+        rows = {row: index for index, row in enumerate(dict.fromkeys(cell.row for cell in cells))}
+        columns = {name: index for index, name in enumerate(dict.fromkeys(cell.column for cell in cells))}
+        groups: dict[str, list[str]] = {}
+        for place in dict.fromkeys(cell.place for cell in cells):
+            groups.setdefault(self.alike(place), []).append(place)
+        numbers = {group: index for index, group in enumerate(groups)}
 
         def distance(cell: Cell) -> tuple[int, int, int]:
-            # Diagonals, another one for every place: which combinations are in the sample differs between places, and
-            # which place comes first between rows.
-            row, place = rows[cell.row], places[cell.place]
-            return (row - columns[cell.column] + place) % max(len(columns), 1), row, (place - row) % len(places)
+            # Diagonals, another one for all places that are alike: which combinations are in the sample differs between
+            # these, and which of them has a row differs between rows.
+            row, group = rows[cell.row], self.alike(cell.place)
+            diagonal = (row - columns[cell.column] + numbers[group]) % max(len(columns), 1)
+            return diagonal, row, (groups[group].index(cell.place) - row) % len(groups[group])
 
-        return sorted(self.cells.values(), key=distance)
+        return sorted(cells, key=distance)
 
 
 def observe(cell: Cell, fault: PlantedFault | None = None) -> Outcome:

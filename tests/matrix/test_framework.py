@@ -91,11 +91,13 @@ def test_a_sample_has_every_row_and_column_in_every_place_and_every_known_differ
         assert {cell.column for cell in sample if cell.place == place} == set("wxyz")
     assert any(cell.expected.reason == "B5" for cell in sample)
     assert len(sample) < len(letters.cells)
+    in_each = len(sample)
     of_both = table(causes={"B5": "a cause"}, alike=lambda _: "anywhere")
-    rows_and_columns = {(cell.row, cell.column) for cell_id in of_both.sample for cell in [of_both.cells[cell_id]]}
-    assert {row for row, _ in rows_and_columns} == set("abc")
-    assert {column for _, column in rows_and_columns} == set("wxyz")
-    assert len(of_both.sample) < len(sample)
+    sample = [of_both.cells[cell_id] for cell_id in of_both.sample]
+    assert {cell.row for cell in sample} == set("abc")
+    assert {cell.column for cell in sample} == set("wxyz")
+    assert {cell.place for cell in sample} == {"here", "there"}
+    assert len(sample) < in_each
 
 
 def test_a_known_difference_needs_its_cause():

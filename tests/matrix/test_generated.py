@@ -1,10 +1,11 @@
-"""Random programs come to the numbers of plain PyTorch in every place: 60 always, 2,000 in soak.
+"""Random programs come to the numbers of plain PyTorch in every place: 30 always, 2,000 in soak.
 
 A failure is the shrunk program, as a script that runs alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import hypothesis
@@ -24,7 +25,7 @@ MAY_REFUSE = (SERVERS, REAL_SERVERS, LOGICAL, TPU)
 """Where an error of ours is an answer: closures, hooks on parameters, operators that are not proven and the like."""
 ALWAYS = ("one_device", "mirrored x2", "mirrored x3", "central_storage x2", SERVERS)
 OTHERS = tuple(place for place in PLACES if place not in ALWAYS and place != REAL_SERVERS)
-COUNT, SOAK_COUNT, SOAK_PARTS = 60, 2000, 20
+COUNT, SOAK_COUNT, SOAK_PARTS = 30, 2000, 20
 
 
 ONCE_WRONG_ON_TPU = {
@@ -154,10 +155,17 @@ def test_random_programs_on_servers_in_processes() -> None:
         explore(runner, 60, 7, st.just((REAL_SERVERS,)))
 
 
-@pytest.mark.parametrize("name", ONCE_WRONG)
+TURNS = (("mirrored x2", "torchrun central_storage"), ("central_storage x3", "torchrun mirrored"))
+"""In every run a program is trained by every launch, and by the strategies in turn; by the others of them in soak."""
+
+
 @pytest.mark.parametrize(
-    "place",
-    ["mirrored x2", "central_storage x3", "torchrun mirrored", "torchrun central_storage", SERVERS, TPU],
+    ("place", "name"),
+    [
+        pytest.param(place, name, marks=[] if place in (*TURNS[number % 2], SERVERS, TPU) else pytest.mark.soak)
+        for place in (*itertools.chain(*TURNS), SERVERS, TPU)
+        for number, name in enumerate(ONCE_WRONG)
+    ],
 )
 def test_what_was_wrong_once(name: str, place: str, runner: Runner) -> None:
     torch.optim.SGD([torch.empty(0)])  # from now on PyTorch's hooks are around its step
