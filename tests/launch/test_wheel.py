@@ -74,6 +74,7 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak  # whether its metadata are well-formed; what the wheel has in it is looked at below
 def test_an_index_would_take_them(dist: Path) -> None:
     assert sorted(file.name for file in dist.iterdir()) == [
         f"torchstrat-{ts.__version__}-py3-none-any.whl",

@@ -238,6 +238,7 @@ def test_functions_and_classes_of_a_notebook() -> None:
     assert program.stdout == f"{[True] * 4} [0, 1, 10, 11]\n", program.stderr
 
 
+@pytest.mark.soak  # multiprocessing imports a script by itself, as it imports the modules of all other tests here
 def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     """The others import it."""
     guarded = CELLS.replace("\nwith ", "\nif __name__ == '__main__':\n  with ").replace("\nprint", "\n  print")
