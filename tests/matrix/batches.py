@@ -371,6 +371,10 @@ TABLE = Table(
     name="batches",
     question="Does each replica's step get its own rows, whatever a batch is and however it comes?",
     make_cells=cells,
+    always=(
+        "dataclass whose __post_init__ changes its fields | loader | tpu x2, computed on the CPU",
+        "list of as many examples as channels | loader with an iterator of its own | mirrored x2",
+    ),
     faults=FAULTS,
     alike=places.launch_of,
     bundle=8,

@@ -343,6 +343,11 @@ TABLE = Table(
     "gradients",
     "Which gradients does an update use, whatever they come from and whatever looks at them on the way?",
     make_cells,
+    always=(
+        "autograd.grad | clip by norm | torchrun central_storage on sockets",
+        "nan under weight 0 | fused | torchrun multi_worker_mirrored",
+        "no_sync nested | hooks that update by hand | mirrored x2",
+    ),
     faults=FAULTS,
     alike=launch_of,
 )

@@ -218,6 +218,11 @@ TABLE = Table(
     "lifetimes",
     "Does what a program has dropped go, in every process?",
     make_cells,
+    always=(
+        "loader processes | dropped | torchrun central_storage",
+        "results | dropped | torchrun mirrored",
+        "results | failed | one_device",
+    ),
     faults=lifetime_faults.FAULTS,
     alike=lambda place: "torchrun" if places.processes_of(place) > 1 else SERVERS if place == SERVERS else "in process",
 )

@@ -291,6 +291,10 @@ TABLE = Table(
     "optimizers",
     "Which optimizers have the numbers of one device on parameter servers?",
     make_cells,
+    always=(
+        "Lookahead | dense, 2 shards | 2 servers, 2 workers",
+        "torch.optim.SparseAdam | tables | 2 servers, 2 workers",
+    ),
     faults=FAULTS,
     alike=lambda place: place.partition(",")[0],  # with one worker or two
 )

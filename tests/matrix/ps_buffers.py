@@ -200,6 +200,10 @@ TABLE = Table(
     "ps_buffers",
     "Do buffers on parameter servers that are one tensor, show one memory or change places stay what they are?",
     make_cells,
+    always=(
+        "one tensor in two modules | assigned in functions | 2 workers",
+        "parts of one memory | assigned in functions, of another dtype | 2 workers",
+    ),
     faults=FAULTS,
     alike=lambda place: "" if place in FAKE else place,
 )

@@ -484,6 +484,10 @@ TABLE = Table(
     "ps_objects",
     "Does what a program hangs on modules and optimizers mean on parameter servers what it means on one device?",
     make_cells,
+    always=(
+        "a table by id() | in an attribute of an optimizer | 1 servers, 1 workers",
+        "what hooks derive of parameters | a pruned weight that nobody trains | 1 servers, 1 workers",
+    ),
     faults=FAULTS,
     alike=lambda place: "" if place in FAKE else place,
 )

@@ -456,6 +456,7 @@ TABLE = Table(
     "ps_state",
     "Does state on parameter servers mean what it means on one device, whoever edits it?",
     make_cells,
+    always=("scheduler | edited in a function that raised | 2 servers, 1 workers",),
     faults=FAULTS,
     alike=lambda place: place.partition(",")[0],  # with one worker or two
 )

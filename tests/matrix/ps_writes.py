@@ -258,6 +258,10 @@ TABLE = Table(
     "ps_writes",
     "Does every way to write to a variable on parameter servers change the value of that moment, and nothing else?",
     make_cells,
+    always=(
+        "parameter: a NumPy array | in a function | 2 workers",
+        "table: vector_to_parameters | in a function | 2 workers",
+    ),
     faults=FAULTS,
     alike=lambda place: "" if place in FAKE else place,
 )

@@ -424,6 +424,13 @@ TABLE = Table(
     name="round_trips",
     question="Does state that goes to a file come back as plain PyTorch would bring it back?",
     make_cells=cells,
+    always=(
+        "optimizer that saves more | plain file in | two logical devices",
+        "optimizer that saves more | plain file, load_state_dict | parameter servers",
+        "optimizer with a count in its state | plain file in | parameter servers",
+        "optimizer, a tensor's rate | checkpoint from plain | torchrun central_storage",
+        "versions of modules, an older file | plain file in | parameter servers",
+    ),
     faults=FAULTS,
     alike=lambda place: ON_SERVERS if place == IN_SHARDS else places.launch_of(place),
     bundle=20,

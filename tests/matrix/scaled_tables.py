@@ -469,6 +469,11 @@ TABLE = Table(
     name="scaled_tables",
     question="Is every other use of a table whose lookups scale rows that of one device, or refused?",
     make_cells=cells,
+    always=(
+        "a closure, evaluated several times | nn.EmbeddingBag | torchrun central_storage",
+        "a merge_call | functional.embedding | mirrored x2",
+        "used as a whole, in a closure | functional.embedding | torchrun central_storage",
+    ),
     faults=FAULTS,
     alike=places.launch_of,
 )

@@ -723,6 +723,14 @@ TABLE = Table(
     name="state",
     question="Does state mean what it means on one device, whatever a program does to it?",
     make_cells=cells,
+    always=(
+        "attribute carried on | checkpointed | mirrored x2",
+        "buffer, NaN in it | replaced in the step | tpu x2, computed on the CPU",
+        "buffer, a row per row | checkpointed | mirrored x2",
+        "optimizer state | cast | torchrun central_storage",
+        "parameter | edited differently | central_storage x2",
+        "requires_grad | autocast | torchrun central_storage on sockets",
+    ),
     faults=FAULTS,
     alike=places.launch_of,
 )

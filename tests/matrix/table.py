@@ -118,6 +118,8 @@ class Table:
     """Puts away what the cells of a bundle keep for one another; called in each process at its end."""
     sampled: int = 1
     """How many cells of each row, and of each column, are in the sample of every place."""
+    always: Sequence[str] = ()
+    """Ids of cells in the sample that alone go through some lines of the package."""
     alike: Callable[[str], str] = str
     """Of a place: what its cells have in common with those of other places, where a sample need not have each row and
     column in each of them."""
@@ -146,16 +148,17 @@ class Table:
 
     @cached_property
     def sample(self) -> frozenset[str]:
-        """Ids of cells that together have each place, each row and each column of it in one of the places that are
-        ``alike`` at least, and each known difference once."""
+        """Ids of those that are named, of one that notices each planted fault, and of cells that together have each
+        place, each row and column in one of the places that are ``alike`` at least, and each known difference."""
         chosen: set[str] = set()
         counts: dict[tuple[str, str, str], int] = {}
-        for cell in self._spread():
+        named = [self.cells[name] for name in (*self.always, *(fault.cells[0] for fault in self.faults))]
+        for number, cell in enumerate([*named, *self._spread()]):
             place = self.alike(cell.place)
             keys = [("row", cell.row, place), ("column", cell.column, place), ("place", cell.place, "")]
             if cell.expected.verdict == "open":
                 keys.append(("open", cell.expected.reason, ""))
-            if any(counts.get(key, 0) < self.sampled for key in keys):
+            if number < len(named) or any(counts.get(key, 0) < self.sampled for key in keys):
                 chosen.add(cell.id)
                 for key in keys:
                     counts[key] = counts.get(key, 0) + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.matrix.table import (
     RIGHT,
     Cell,
     Outcome,
+    PlantedFault,
     Table,
     assert_close,
     documented,
@@ -98,6 +101,14 @@ def test_a_sample_has_every_row_and_column_in_every_place_and_every_known_differ
     assert {cell.column for cell in sample} == set("wxyz")
     assert {cell.place for cell in sample} == {"here", "there"}
     assert len(sample) < in_each
+
+
+def test_a_sample_has_one_of_the_cells_that_notice_each_planted_fault():
+    cells = ("b | w | there", "b | x | here")
+    assert cells[0] not in table(causes={"B5": "a cause"}).sample
+    assert (
+        cells[0] in table(causes={"B5": "a cause"}, faults=(PlantedFault("a rule is off", nullcontext, cells),)).sample
+    )
 
 
 def test_a_known_difference_needs_its_cause():
