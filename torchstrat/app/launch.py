@@ -58,7 +58,7 @@ class Run:
     """One run as every rank knows it: what to do, where its results go, and this process's place in it."""
 
     config: schema.ExperimentConfig
-    resolved: Mapping[str, Any]
+    resolved: Mapping[str, object]
     """The whole configuration as plain values, for the record."""
     folder: Path
     """Made by rank 0, which alone writes to it."""

@@ -161,7 +161,7 @@ class SynchronousLoop:
                 training.report.say(line)
             training.report.sharding(ts.explain_sharding(training.model, strategy=strategy))
 
-    def _train_epoch(self, epoch: int, batches: Any) -> None:
+    def _train_epoch(self, epoch: int, batches: Iterable[Batch]) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
         training, strategy, position = self._training, self._strategy, self._training.position
         training.model.train()
@@ -178,7 +178,7 @@ class SynchronousLoop:
                 break
         position.end_epoch()
 
-    def _evaluate(self, batches: Any) -> dict[str, Any]:
+    def _evaluate(self, batches: Iterable[Batch]) -> dict[str, Any]:
         """Scores over every held-out row, each counted once whatever the number of replicas."""
         training, strategy, measured = self._training, self._strategy, torch.zeros(3, dtype=torch.float64)
 

@@ -354,9 +354,8 @@ def _whole(value: object) -> Any:
     return value if elsewhere is None else elsewhere.get()
 
 
-def _dtype(holder: Any) -> torch.dtype:
-    dtype: torch.dtype = holder.dtype
-    return dtype
+def _dtype(holder: torch.Tensor | Variable) -> torch.dtype:
+    return holder.dtype
 
 
 def _read(part: _Part) -> torch.Tensor:

@@ -48,7 +48,7 @@ class JobState:
     """Of one process, at one moment. ``strategies``: the streams of those that the objects belong to."""
 
     process: Mapping[str, object]
-    strategies: Sequence[Mapping[str, Any]]
+    strategies: Sequence[Mapping[str, object]]
     parameter_servers: Mapping[str, int]
 
 

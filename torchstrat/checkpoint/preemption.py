@@ -91,7 +91,7 @@ class PreemptionHandler:
         self._stops = False  # agreed on by all processes
         self._agreement: StopAgreement | None = None
         self._watchdog: _Watchdog | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
     def received(self) -> signal.Signals | None:

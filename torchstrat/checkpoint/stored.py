@@ -192,7 +192,7 @@ class _Layout:
 
     def __init__(self, file: PlainFile, items: Sequence[Item]) -> None:
         self._file = file.folder
-        self._top: Mapping[str, Any] = file.top
+        self._top: Mapping[str, object] = file.top
         self._versions = file.versions
         self._items = items
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torchstrat.data.readings import MARKS, CollateReading, copies, require_alig
 from torchstrat.data.rows import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
 
-Collate = Callable[[list[Any]], nest.Nest]
+Collate = Callable[[list[object]], nest.Nest]
 
 
 class SplitBatch(NamedTuple):

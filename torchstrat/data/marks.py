@@ -67,7 +67,7 @@ def names(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value) if field.init]
 
 
-def _rebuild_dataclass(like: Any, values: list[object]) -> Any:
+def _rebuild_dataclass(like: Any, values: list[object]) -> object:
     """By `dataclasses.replace`, so that what ``__post_init__`` computes is that of the new values."""
     given = dict(zip(names(like), values, strict=True))
     try:

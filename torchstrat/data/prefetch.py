@@ -171,7 +171,7 @@ class Placement:
         """Whether there is anything to copy for batches that are made on the host."""
         return any(device.type != "cpu" for device in self._devices)
 
-    def place(self, step: Step) -> tuple[Step, tuple[Any, ...]]:
+    def place(self, step: Step) -> tuple[Step, tuple[torch.cuda.Event, ...]]:
         """Start the copies. Returns the step with its batches in place, and the events that tell when they are."""
         components, events = [], []
         for component, device in zip(step.components, self._devices, strict=True):

@@ -49,7 +49,7 @@ class RandomStreams:
         """`states` without the shared streams."""
         return {f"own_{number}": _state_of(one) for number, one in enumerate(self._own)}
 
-    def put(self, states: Mapping[str, Any]) -> None:
+    def put(self, states: Mapping[str, object]) -> None:
         """Bring the streams to what `states` or `own_states` said; those that are not in it stay where they are."""
         for name in self._shared:
             if name in states:
@@ -58,7 +58,7 @@ class RandomStreams:
             if f"own_{number}" in states:
                 _put(one, states[f"own_{number}"])
 
-    def put_shared(self, states: Mapping[str, Any]) -> None:
+    def put_shared(self, states: Mapping[str, object]) -> None:
         """`put` without the generators of the user's objects."""
         self.put({name: state for name, state in states.items() if name in SHARED})
 
@@ -86,7 +86,7 @@ def _with_samplers(owners: Sequence[object]) -> Iterator[object]:
         waiting += [getattr(owner, name, None) for name in names]
 
 
-def _numpy_plain(state: object) -> Any:
+def _numpy_plain(state: object) -> object:
     if isinstance(state, Mapping):
         return {key: _numpy_plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

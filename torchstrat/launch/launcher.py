@@ -15,11 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from torchstrat.checkpoint.numbered import told_directories
 from torchstrat.checkpoint.preemption import EXIT_CODE
@@ -458,7 +457,7 @@ class _PassedOn:
 
     def __init__(self, coordinator: _Coordinator) -> None:
         self._coordinator = coordinator
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> None:
         for number in _SIGNALS:

@@ -228,11 +228,8 @@ class Cluster:
         """
         if self._reaper is None:
             self._start_without_end()
-        elif _without_end is not None and _without_end is not self and not _without_end._is_free:
-            raise ContextError(
-                f"this process coordinates another cluster, {_without_end!r}; end it with its close() first, or make "
-                "the strategy on that one."
-            )
+        elif _without_end is not None and _without_end is not self:
+            _without_end.require_free()
         if self._strategy is not None:
             self._strategy.close()
         self._strategy = ParameterServerStrategy(self.resolver, variable_partitioner, **options)
@@ -369,9 +366,13 @@ class Cluster:
         atexit.register(self.close)
         self.start()
 
-    @property
-    def _is_free(self) -> bool:
-        return self._strategy is None or not is_open(self._strategy)
+    def require_free(self) -> None:
+        """Raise `ContextError` while a strategy that was made here is open: a process coordinates one cluster."""
+        if self._strategy is not None and is_open(self._strategy):
+            raise ContextError(
+                f"this process coordinates another cluster, {self!r}; end it with its close() first, or make the "
+                "strategy on that one."
+            )
 
     def _require_new(self) -> None:
         if self._ports:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,12 +47,12 @@ def pack(value: object) -> bytes:
     return by_value
 
 
-def unpack(packed: bytes) -> Any:
+def unpack(packed: bytes) -> object:
     """In the process that the classes came from: they stay as they are there."""
     return ClassesHere(io.BytesIO(packed)).load()
 
 
-def by_value(function: Callable[..., object], module: ModuleType) -> Callable[..., Any]:
+def by_value(function: Callable[..., object], module: ModuleType) -> Callable[..., object]:
     """The function, for processes that cannot import the module, of which it may use all."""
     import cloudpickle
 
@@ -69,7 +68,7 @@ class _Packed:
         self._packed = packed
         self.__qualname__ = name
 
-    def __call__(self, *arguments: object) -> Any:
+    def __call__(self, *arguments: object) -> object:
         return pickle.loads(self._packed)(*arguments)
 
 
@@ -104,7 +103,7 @@ def stacks_path(folder: Path, rank: int) -> Path:
     return folder / f"stacks-of-rank-{rank}.txt"
 
 
-def serve(connection: Connection[Any, Any], folder: str, rank: int, environment: Mapping[str, str]) -> None:
+def serve(connection: Connection[object, object], folder: str, rank: int, environment: Mapping[str, str]) -> None:
     """Answer requests until the other end of ``connection`` is closed. ``environment``: the whole of this process's."""
     _be_a_process_of_its_own(environment)
     with stacks_path(Path(folder), rank).open("w") as stacks:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import ParamsT
 from torch.optim.swa_utils import SWALR
 
 from torchstrat.testing.training import (
@@ -32,7 +33,7 @@ from torchstrat.testing.training import (
 )
 
 
-def with_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Training:
+def with_optimizer(make: Callable[[ParamsT], torch.optim.Optimizer]) -> Training:
     model = Mlp()
     return plain_training(model, make(model.parameters()))
 
@@ -40,7 +41,7 @@ def with_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Training:
 class _Inertia(torch.optim.Optimizer):
     """Stands for optimizers of other packages: Python state of its own, and no check for missing gradients."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters: ParamsT, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
         self.steps_taken = 0
         self.velocity: list[list[torch.Tensor]] = []
@@ -59,7 +60,7 @@ class _Inertia(torch.optim.Optimizer):
 class _Counting(torch.optim.Optimizer):
     """Keeps a count of its steps in its state, under a name, as some optimizers of other packages do."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters: ParamsT, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
         self.state["taken"] = torch.tensor([0])  # type: ignore[index]
 
@@ -173,7 +174,7 @@ def rate_set_by_optimizer() -> Training:
 class _SharpnessAware(torch.optim.Optimizer):
     """As it is found on the web: an ascent step, a descent step, a copy of the weights in ``state`` in between."""
 
-    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: object) -> None:
+    def __init__(self, params: ParamsT, base: Any, rho: float = 0.05, **options: object) -> None:
         super().__init__(params, {"rho": rho, **options})
         self.base = base(self.param_groups, **options)
         self.param_groups = self.base.param_groups
@@ -258,7 +259,7 @@ def sparse_adam() -> Training:
     return Training(train_step(losses, sparse, sgd(head, momentum=0.0)), {"table": table, "head": head})
 
 
-def with_closure(make: Callable[[Any], torch.optim.Optimizer], *, returns_loss: bool = False) -> Training:
+def with_closure(make: Callable[[ParamsT], torch.optim.Optimizer], *, returns_loss: bool = False) -> Training:
     """``returns_loss``: what the optimizer's step returns, which is the loss over the global batch on every replica."""
     model = Mlp()
     optimizer = make(model.parameters())
@@ -354,7 +355,7 @@ def snapshot_loaded_again() -> Training:
     return Training(plain_step(model, optimizer), {"model": model, "optimizer": optimizer}, after=after)
 
 
-def begun_elsewhere(make: Callable[[Any], torch.optim.Optimizer], *names: str) -> Training:
+def begun_elsewhere(make: Callable[[ParamsT], torch.optim.Optimizer], *names: str) -> Training:
     """The optimizer is given the state of an earlier training where it is made."""
     model = Mlp()
     optimizer = make(model.parameters())
@@ -402,7 +403,7 @@ def everything_made_in_first_run() -> Training:
 
 # -- schedulers ------------------------------------------------------------------------------------------------------
 
-Make = Callable[[Any], Any]
+Make = Callable[[torch.optim.Optimizer], Any]
 
 
 def scheduled(make: Make, *, in_step: bool) -> Training:
@@ -443,7 +444,7 @@ _SCHEDULERS: Mapping[str, Make] = {
     "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step),
     "averaging": partial(SWALR, swa_lr=0.01, anneal_epochs=3),
 }
-_OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+_OPTIMIZERS: Mapping[str, Callable[[ParamsT], torch.optim.Optimizer]] = {
     "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam_foreach": partial(torch.optim.Adam, lr=0.05, foreach=True),
     "adam_amsgrad": partial(torch.optim.Adam, lr=0.05, amsgrad=True, foreach=False),

@@ -97,8 +97,8 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Program:
-    build: Callable[[], Any]
-    step: Callable[[Any, Any], Any]
+    build: Callable[[], object]
+    step: Callable[[Any, Any], object]
     batches: Sequence[object]
     dtype: torch.dtype
     seed: int
@@ -145,7 +145,7 @@ def compare(
         return Comparison(tuple(_find(program, plain, name, launcher, tolerance) for name in strategies))
 
 
-def _as(leaf: object, dtype: torch.dtype) -> Any:
+def _as(leaf: object, dtype: torch.dtype) -> object:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
@@ -207,7 +207,7 @@ def _run(program: _Program, strategy: Strategy | None, traced: int | None = None
     return recording
 
 
-def _bound(step: Callable[[Any, Any], object], built: object) -> Callable[[Any], Any]:
+def _bound(step: Callable[[Any, Any], object], built: object) -> Callable[[Any], object]:
     """The step as a function of a batch, which closes over the program as a user's does."""
     return lambda batch: step(built, batch)
 
@@ -292,10 +292,10 @@ def _watched(built: object, name: str = "") -> Mapping[str, Any]:
     return {key: one for index, item in items for key, one in _watched(item, f"{name}[{index}]").items()}
 
 
-def _traced(step: Callable[[Any, Any], object], lines: list[tuple[int, Snapshot]]) -> Callable[[Any, Any], Any]:
+def _traced(step: Callable[[Any, Any], object], lines: list[tuple[int, Snapshot]]) -> Callable[[Any, Any], object]:
     """The step, which on the first replica notes what everything is after each of its own lines."""
 
-    def traced(built: object, batch: object) -> Any:
+    def traced(built: object, batch: object) -> object:
         import torchstrat as ts
 
         context = ts.get_replica_context()

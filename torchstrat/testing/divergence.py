@@ -23,7 +23,7 @@ class StepFailedError(Exception):
     """What the diverging replica raises; a class of the user's own, which no library can know."""
 
 
-Act = Callable[[str, Callable[[], Any]], Any]
+Act = Callable[[str, Callable[[], object]], Any]
 """``act(call, make_call)``: makes the call, or not."""
 
 

@@ -76,7 +76,7 @@ def torchrun(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     # Other processes do not find modules that pytest has imported so.
     module = request.module
 
-    def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    def run(function: Callable[..., object], *arguments: Any, **options: Any) -> list[Any]:
         return spawn(by_value(function, module), *arguments, **options)
 
     return run

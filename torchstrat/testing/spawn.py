@@ -81,7 +81,7 @@ class Process:
         theirs.close()  # so that its end is the only one, and its death closes the pipe
 
     @property
-    def ends(self) -> list[Connection[Any, Any] | int]:
+    def ends(self) -> list[Connection[object, object] | int]:
         return [self._connection, self.handle.sentinel]
 
     def ask(self, request: Request) -> None:
@@ -269,7 +269,7 @@ class Workers:
             self._kill()
             raise
 
-    def run(self, function: Callable[..., Any], *args: object, timeout_seconds: float | None = None) -> list[Any]:
+    def run(self, function: Callable[..., object], *args: object, timeout_seconds: float | None = None) -> list[Any]:
         """Call ``function(*args)`` in every process and return the results by rank.
 
         ``timeout_seconds`` replaces the group's for this run. Raises `WorkersError`, after which no process of the

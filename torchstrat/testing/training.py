@@ -132,7 +132,7 @@ def dtype_and_seed(dtype: torch.dtype, seed: int) -> ExitStack:
     return stack
 
 
-def read(watch: Mapping[str, Any]) -> Snapshot:
+def read(watch: Mapping[str, object]) -> Snapshot:
     """The numbers of everything in ``watch``.
 
     Modules give parameters and buffers, optimizers the numbers in their ``param_groups``, schedulers their rates and
