@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import torchstrat as ts
 from tests.support.datasets import ORDERS, Lazily, Numbers, seed
 from tests.support.input_ranks import joined
-from torchstrat.testing import Workers
+from torchstrat.testing import Workers, spawn
 
 ROWS = 11
 EPOCHS = 2
@@ -313,3 +317,44 @@ def test_ranks_that_read_ahead_draw_alike(two_processes: Workers) -> None:
     (first, beside), (second, beside_second) = two_processes.run(read_ahead)
     assert sorted(first + second) == list(range(64))
     assert beside == beside_second
+
+
+# -- forks of data-loading workers -------------------------------------------------------------------------------------
+
+
+class SlowState:
+    """A generator whose state another thread is still reading when this one forks."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self.is_read, self.go_on = threading.Event(), threading.Event()
+
+    def get_state(self) -> torch.Tensor:
+        self.is_read.set()
+        self.go_on.wait(60)
+        return self._generator.get_state()
+
+
+def fork_while_a_state_is_read() -> int:
+    """The exit status of the child: whether garbage is collected there before it leaves its parent's alone."""
+    collects: list[bool] = []
+    os.register_at_fork(after_in_child=lambda: collects.append(gc.isenabled()))
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
+    dataset = strategy.distribute_dataset(DataLoader(Rows(ROWS), 4))
+    generator = SlowState(torch.default_generator)
+    with mock.patch.object(torch, "default_generator", generator):
+        reader = threading.Thread(target=lambda: dataset.element_spec)
+        reader.start()
+        generator.is_read.wait(60)
+        threading.Timer(0.5, generator.go_on.set).start()
+        child = os.fork()
+        if not child:
+            os._exit(int(collects[0]))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        reader.join()
+    strategy.close()
+    return status
+
+
+def test_a_forked_worker_collects_none_of_its_parents_garbage_while_a_thread_reads_a_random_state() -> None:
+    assert spawn(fork_while_a_state_is_read, 2) == [0, 0]

@@ -28,9 +28,10 @@ import torch
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 """Whether making any object may begin a garbage collection; later Pythons collect between two instructions alone."""
 
-_reading = threading.RLock()  # what is collected may itself read one
+READING = threading.RLock()
+"""Held while a state is read, without garbage collection. Reentrant: what is collected may itself read one."""
 # A fork in the meantime would find it held by nobody that there is.
-os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+os.register_at_fork(before=READING.acquire, after_in_parent=READING.release, after_in_child=READING.release)
 
 
 def state_of(generator: torch.Generator | None = None) -> torch.Tensor:
@@ -43,7 +44,7 @@ def state_of(generator: torch.Generator | None = None) -> torch.Tensor:
     generator = torch.default_generator if generator is None else generator
     if not _COLLECTS_ANYWHERE:
         return generator.get_state()
-    with _reading:
+    with READING:
         is_collecting = gc.isenabled()
         try:
             gc.disable()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError, ContextError
+from torchstrat.core.randomness import READING
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.distributed.collectives.agreement import OBJECT, header, length_in
@@ -65,7 +66,9 @@ def _leave_garbage_to_the_parent() -> None:
 
 
 def _stop_collecting() -> None:
-    # Other hooks run between the fork and the child's freeze, and might start a collection.
+    # Other hooks run between the fork and the child's freeze, and might start a collection. A thread that reads a
+    # random state has it off and puts it on again: not between this and the fork.
+    READING.acquire()
     _collected_before.append(gc.isenabled())
     gc.disable()
 
@@ -73,6 +76,7 @@ def _stop_collecting() -> None:
 def _collect_again() -> None:
     if _collected_before.pop():
         gc.enable()
+    READING.release()
 
 
 def _freeze_in_child() -> None:
