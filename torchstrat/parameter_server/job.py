@@ -49,7 +49,6 @@ from torchstrat.parameter_server.variables.deferred_init import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import (
     Kinds,
-    RemoteOptimizerState,
     has_begun,
     read_state,
     require_growth,
@@ -144,7 +143,7 @@ class Job:
 
     def connect(self) -> None:
         """Find all servers. Raises `CommunicationTimeoutError` naming those that are missing."""
-        leaves, outcomes = Handler(self._worker_leaves), Handler(self._outcomes)
+        leaves, outcomes = Handler(lambda sender, _: self.on_worker_leaves(sender)), Handler(self._outcomes)
         self.endpoint.serve({"coordinator.worker_leaves": leaves, "coordinator.outcomes": outcomes})
         self.membership.start(self._process_joined, self._process_lost)
         with waiting.shown("waiting for the parameter servers"):
@@ -226,10 +225,6 @@ class Job:
                 self._early_workers.append(peer)
         if on_joined is not None:
             on_joined(peer)
-
-    def _worker_leaves(self, sender: Peer, _: object) -> int:
-        """How many functions of it are awaited still."""
-        return self.on_worker_leaves(sender)
 
     def _outcomes(self, sender: Peer, report: Report) -> None:
         self.on_outcomes(sender, report)
@@ -359,9 +354,8 @@ class Job:
 
     def let_go(self, values: Collection[object]) -> None:
         """As if the program had dropped these."""
-        for value in values:
-            if isinstance(value, Optimizer):
-                CoordinatorState.detach(value)
+        for optimizer in (value for value in values if isinstance(value, Optimizer)):
+            CoordinatorState.detach(optimizer)
         for token in filter(None, [self.catalog.token_of(value) for value in values]):
             self.lifetimes.died(token)
         self.catalog.let_go(values)
@@ -546,10 +540,7 @@ class Job:
     def pull_optimizer(self, optimizer: Optimizer) -> None:
         """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
         self.pull_options([optimizer])
-        state: object = optimizer.state
-        if isinstance(state, RemoteOptimizerState) and CoordinatorState.keeps(optimizer):
-            state.refresh()
-        else:
+        if not CoordinatorState.refresh(optimizer):
             self._keep_state(optimizer, is_current=False)
 
     def push_optimizer(self, optimizer: Optimizer) -> None:

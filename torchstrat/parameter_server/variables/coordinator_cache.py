@@ -146,10 +146,8 @@ class CoordinatorCache:
 
     def is_fresh(self, alias: Alias | None) -> bool:
         """Whether the memory may be read by a tensor. While functions run: once, and not after one has ended."""
-        if alias is None:
+        if alias is None or not isinstance(copy := alias.holder, CachedVariable):
             return False
-        copy = alias.holder
-        assert isinstance(copy, CachedVariable)
         return (
             copy.is_meta
             or copy.tensor() is None
@@ -352,11 +350,8 @@ class CoordinatorCache:
     def _assign_unless_changed(self, written: Sequence[CachedVariable]) -> None:
         behind = [copy for copy in written if not copy.is_replaced and not self.is_current(copy)]
         held = self._servers.read([copy.spec for copy in behind])
-        changed = [
-            copy
-            for copy, value in zip(behind, held, strict=True)
-            if copy.before is None or not is_same(copy.before, value)
-        ]
+        pairs = zip(behind, held, strict=True)
+        changed = [copy for copy, value in pairs if copy.before is None or not is_same(copy.before, value)]
         self._put_back(changed)
         self._assign([copy for copy in written if copy not in changed])
         if changed:
@@ -602,5 +597,4 @@ class CachedVariable:
 
 def _copies_among(aliases: Iterable[Alias]) -> list[CachedVariable]:
     """Those whose memory these show, each once."""
-    holders = {id(alias.holder): alias.holder for alias in aliases}
-    return [holder for holder in holders.values() if isinstance(holder, CachedVariable)]
+    return [one for one in {id(a.holder): a.holder for a in aliases}.values() if isinstance(one, CachedVariable)]

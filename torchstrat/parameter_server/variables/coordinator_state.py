@@ -128,6 +128,13 @@ class CoordinatorState:
         """What its state holds, as it was read last if it is the servers'."""
         return dict(dict.items(optimizer.state) if cls.keeps(optimizer) else optimizer.state.items())
 
+    @classmethod
+    def refresh(cls, optimizer: Optimizer) -> bool:
+        """Read its state, if it is the servers'; whether it is."""
+        if is_kept := cls.keeps(optimizer):
+            _remote_state(optimizer).refresh()
+        return is_kept
+
     @staticmethod
     def expire(optimizer: Optimizer) -> None:
         """The servers have another state than what was read, though no function has run since."""
