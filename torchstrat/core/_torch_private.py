@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ look_up("Tensor._backward_hooks"), look_up("Tensor._post_accumulate_grad_hooks")
 
 
 def give_hooks(
-    tensor: torch.Tensor, on_gradient: dict[int, Any] | None, after_accumulation: dict[int, Any] | None
+    tensor: torch.Tensor, on_gradient: dict[int, object] | None, after_accumulation: dict[int, object] | None
 ) -> None:
     """Have ``tensor`` call what another one has registered, as the two functions above return it."""
     given = {"_backward_hooks": on_gradient, "_post_accumulate_grad_hooks": after_accumulation}
@@ -118,25 +118,25 @@ def saves_more(optimizer: torch.optim.Optimizer) -> bool:
 function_mode_stack: Callable[[], list[Any]] = look_up("overrides._get_current_function_mode_stack")
 dispatch_mode_stack: Callable[[], list[Any]] = look_up("utils._python_dispatch._get_current_dispatch_mode_stack")
 
-push_function_mode: Callable[[Any], None] = look_up("overrides._push_mode")
-pop_function_mode: Callable[[], Any] = look_up("overrides._pop_mode")
-push_dispatch_mode: Callable[[Any], None] = look_up("utils._python_dispatch._push_mode")
-pop_dispatch_mode: Callable[[], Any] = look_up("utils._python_dispatch._pop_mode")
+push_function_mode: Callable[[object], None] = look_up("overrides._push_mode")
+pop_function_mode: Callable[[], object] = look_up("overrides._pop_mode")
+push_dispatch_mode: Callable[[object], None] = look_up("utils._python_dispatch._push_mode")
+pop_dispatch_mode: Callable[[], object] = look_up("utils._python_dispatch._pop_mode")
 count_function_modes: Callable[[], int] = look_up("_C._len_torch_function_stack")
 count_dispatch_modes: Callable[[], int] = look_up("_C._len_torch_dispatch_stack")
-DisableTorchFunction: Callable[[], Any] = look_up("_C.DisableTorchFunction")
+DisableTorchFunction: Callable[[], AbstractContextManager[None]] = look_up("_C.DisableTorchFunction")
 """``with DisableTorchFunction():`` neither modes nor tensor subclasses see what is done in the block."""
 
-DisableTorchFunctionSubclass: Callable[[], Any] = look_up("_C.DisableTorchFunctionSubclass")
+DisableTorchFunctionSubclass: Callable[[], AbstractContextManager[None]] = look_up("_C.DisableTorchFunctionSubclass")
 """The same for tensor subclasses alone."""
 
-DisableTorchDispatch: Callable[[], Any] = look_up("_C._DisableTorchDispatch")
+DisableTorchDispatch: Callable[[], AbstractContextManager[None]] = look_up("_C._DisableTorchDispatch")
 """``with DisableTorchDispatch():`` neither modes nor tensor subclasses see which operators are called in the block."""
 
 set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
 """`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
 
-is_inside_transform: Callable[[], Any] = look_up("_C._functorch.peek_interpreter_stack")
+is_inside_transform: Callable[[], object] = look_up("_C._functorch.peek_interpreter_stack")
 is_of_transform: Callable[[torch.Tensor], bool] = look_up("_C._functorch.is_functorch_wrapped_tensor")
 """Whether a tensor stands for what a mapping or a gradient of ``torch.func`` has behind it."""
 """Something, or None: whether this thread is in a transform of ``torch.func`` (vmap, grad, jvp …)."""
@@ -241,9 +241,9 @@ def before_transforms_take(callback: Callable[[Any], None]) -> None:
     if len(_before_transforms) > 1:
         return
 
-    def asking(take: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(take: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(take)
-        def asked(tensor: Any, *args: Any) -> Any:
+        def asked(tensor: torch.Tensor, *args: object) -> object:
             for each in _before_transforms:
                 each(tensor)
             return take(tensor, *args)
@@ -268,7 +268,7 @@ def before_compilations(callback: Callable[[], None]) -> None:
 
 
 _eval_frame: ModuleType = look_up("_C._dynamo.eval_frame")
-_set_eval_frame: Callable[[Any], Any] = look_up("set_eval_frame", _eval_frame)
+_set_eval_frame: Callable[[object], object] = look_up("set_eval_frame", _eval_frame)
 _set_strategy: Callable[..., None] = look_up("set_code_exec_strategy", _eval_frame)
 _strategy = look_up("_FrameExecStrategy", _eval_frame)
 _skip, _default = look_up("_FrameAction.SKIP", _eval_frame), look_up("_FrameAction.DEFAULT", _eval_frame)
@@ -292,7 +292,7 @@ def uncompiled_because(reason: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def _left_alone(function: Function, inner: Any) -> Function:
+def _left_alone(function: Function, inner: object) -> Function:
     vars(function).update(_torchdynamo_disable=True)
     _set_strategy(function.__code__, _strategy(_skip, inner))
     return function
@@ -323,7 +323,7 @@ def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
 def after_step(hook: Callable[..., None]) -> Callable[..., None]:
     """The same of a hook after the step."""
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         compiling = _set_eval_frame(None)
         try:
             hook(optimizer, args, kwargs)
@@ -424,7 +424,7 @@ def remove_clipping_hook(key: int) -> None:
     clipping_hooks.pop(key, None)
 
 
-def _group_after_hooks(lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+def _group_after_hooks(lists: list[list[torch.Tensor]], *args: object, **kwargs: object) -> Any:
     if clipping_hooks and not torch.compiler.is_compiling():
         for hook in tuple(clipping_hooks.values()):
             hook(lists[0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -282,6 +282,15 @@ def _reduce_one(communicator: Communicator, op: ReduceOp, tensor: torch.Tensor, 
 Exchange = Callable[..., Any]
 
 
+class _Weighs(Protocol):
+    """The engine, as the functions below know it."""
+
+    gradient_op: ReduceOp
+
+    def relative_weight(self) -> float: ...
+    def exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
 class AllReduce(torch.autograd.Function):
     """Combines tensors over replicas; backward combines the incoming gradients, by weight, with the same operation."""
 
@@ -292,7 +301,7 @@ class AllReduce(torch.autograd.Function):
         return tuple(exchange(op, [tensor.detach() for tensor in tensors]))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, None, *_combined_by_weight(ctx.exchange.__self__, ctx.op, gradients))
 
 
@@ -306,13 +315,13 @@ class AllGather(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         combined = _combined_by_weight(ctx.exchange.__self__, ReduceOp.SUM, gradients)
         own = [g.narrow(ctx.axis, start, size) for g, (start, size) in zip(combined, ctx.parts, strict=True)]
         return (None, None, *own)
 
 
-def _combined_by_weight(engine: Any, op: ReduceOp, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def _combined_by_weight(engine: _Weighs, op: ReduceOp, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """What arrives here of the replicas' gradients, for a replica whose own weight is applied later.
 
     What a strategy minimises is the weighted mean of the replicas' losses (or their sum), and the engine applies a

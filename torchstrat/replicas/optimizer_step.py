@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchstrat.core._torch_private import (
     after_step,
@@ -46,7 +47,7 @@ class LastHooks:
     which may change gradients and parameters."""
 
     def __init__(self) -> None:
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, RemovableHandle] = {}
 
     def put(self, optimizer: Optimizer, hook: Hook) -> None:
         """``hook``: made by `before_step`."""
@@ -158,7 +159,7 @@ class StepPolicy(Protocol):
         gradients, are those of all."""
 
 
-HookPair = tuple[Callable[[Optimizer, Any, Any], Any], Callable[[Optimizer, Any, Any], None]]
+HookPair = tuple[Hook, Callable[[Optimizer, Any, Any], None]]
 """What is called before a step of any optimizer, and after it."""
 
 
@@ -265,8 +266,8 @@ class OptimizerStep:
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
-    def _step_with_closure(self, call: StepCall) -> Any:
-        def evaluate() -> Any:
+    def _step_with_closure(self, call: StepCall) -> object:
+        def evaluate() -> object:
             is_led, self._is_led = self._is_led, False
             try:
                 with torch.enable_grad():
@@ -327,11 +328,13 @@ def remove_hooks(key: int) -> None:
     remove_clipping_hook(key)
 
 
-def step_led(call: StepCall, pause: Callable[[], None], evaluate: Callable[[], Any], go_on: Callable[[], None]) -> Any:
+def step_led(
+    call: StepCall, pause: Callable[[], None], evaluate: Callable[[], object], go_on: Callable[[], None]
+) -> object:
     """On the replica that steps for all: what ``step`` returns. ``pause`` and ``go_on`` come before and after each
     evaluation of the closure."""
 
-    def lead() -> Any:
+    def lead() -> object:
         pause()
         loss = evaluate()
         go_on()
@@ -347,7 +350,7 @@ def closure_of(args: Sequence[object], kwargs: dict[str, object]) -> Callable[[]
     return closure if callable(closure) else None
 
 
-def with_closure(optimizer: Optimizer, closure: Any, args: Any, kwargs: dict[str, object]) -> tuple[Any, Any]:
+def with_closure(optimizer: Optimizer, closure: object, args: Any, kwargs: dict[str, object]) -> tuple[Any, Any]:
     """The same call on another optimizer with another closure."""
     if "closure" in kwargs:
         return (optimizer, *args[1:]), {**kwargs, "closure": closure}
@@ -405,7 +408,7 @@ class StepsOutside:
         self._begin, self._end = begin, end
         self._owns = owns
         self._watched = weakref.WeakSet[Optimizer]()
-        self._handles: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+        self._handles: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self._paused = 0
         self._is_begun = False
         self._keeps_state = owns

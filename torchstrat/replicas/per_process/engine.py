@@ -194,8 +194,7 @@ class PerProcessReplica:
     def scope_closed(self, *, failed: bool = False) -> None:
         self.registry.close()
         if failed:
-            error = sys.exc_info()[1]
-            if error is not None:
+            if (error := sys.exc_info()[1]) is not None:
                 self._report(error, " in strategy.scope()")
             return
         self._world.forget_failure()
@@ -266,8 +265,7 @@ class PerProcessReplica:
             broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
 
     def _is_known(self, name: str, owner: object) -> bool:
-        reference = self._known.get(name)
-        return reference is not None and reference() is owner
+        return (reference := self._known.get(name)) is not None and reference() is owner
 
     def _take_over_newborn(self, module: nn.Module) -> None:
         """Each rank has drawn first values for itself; make them the first rank's before they are used."""
