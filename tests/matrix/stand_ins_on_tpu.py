@@ -169,6 +169,11 @@ _ALSO_ASKED = {
             ("nearest", 1.7, (2, 1, 3, 4, 4)),
             ("linear", 1.7, (2, 6, 8)),
             ("trilinear", 1.7, (2, 1, 3, 4, 4)),
+            # As many pixels as before, and twice as many: there PyTorch does not go by the factor, or not always.
+            *((mode, (1.1, 2.1), (2, 3, 4, 4)) for mode in ("bilinear", "bicubic", "nearest", "nearest-exact", "area")),
+            *((mode, factor, (2, 6, 8)) for mode in ("linear", "nearest", "nearest-exact") for factor in (1.1, 2.1)),
+            *((mode, (1.1, 1, 2.1), (2, 1, 3, 4, 4)) for mode in ("trilinear", "nearest", "nearest-exact")),
+            ("nearest", (1.02, 2.03), (2, 1, 48, 1)),
         )
     ),
 }

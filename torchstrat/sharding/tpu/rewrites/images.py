@@ -6,8 +6,8 @@ over all devices, and it comes out as many times too large as there are devices 
 right, and so it is without logical devices.
 
 Average pooling with unusual borders, and its opposite for maxima, torch_xla 2.9 gets wrong or ends with. Interpolation
-goes by the factor asked for (the compiler's own by the ratio of the sizes): bilinear by products with each dimension's
-weights in the precision asked for, and of the nearest pixel.
+goes by the factor asked for, as PyTorch does (the compiler's own by the ratio of the sizes): linear, bilinear and
+trilinear by products with each dimension's weights in the precision asked for, and of the nearest pixel.
 """
 
 from __future__ import annotations
@@ -232,6 +232,10 @@ def _unpool(
     return unpooled
 
 
+_LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
+"""Modes and the number of dimensions that they are for."""
+
+
 def interpolate(
     input: Tensor,
     size: int | Sequence[int] | None = None,
@@ -243,7 +247,7 @@ def interpolate(
 ) -> Tensor:
     """`torch.nn.functional.interpolate`."""
     rank = input.dim() - 2
-    is_ours = mode == "nearest" or (mode == "bilinear" and rank == 2 and not antialias)
+    is_ours = mode == "nearest" or (_LINEAR.get(mode) == rank and not antialias)
     if not is_ours or (size is None) == (scale_factor is None) or (size is not None and recompute_scale_factor):
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     factors: list[float | None] = [None] * rank
@@ -255,8 +259,9 @@ def interpolate(
         sizes = [math.floor(float(own * factor)) for own, factor in zip(input.shape[2:], given, strict=True)]
         factors = list(given) if not recompute_scale_factor else factors
     if mode == "nearest":
+        is_small = rank == 2 and sum(sizes) <= _SMALL_IMAGE
         for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
-            input = input.index_select(dim, _nearest(int(input.shape[dim]), wanted, factor).to(input.device))  # noqa: A001
+            input = _nearest(input, dim, wanted, factor, is_small)  # noqa: A001
         return input
     x = widen(input)
     for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
@@ -285,6 +290,8 @@ def upsample(
 
 def _weights(inputs: int, outputs: int, factor: float | None, align_corners: bool) -> Tensor:
     """``[outputs, inputs]``, on the host in double precision."""
+    if inputs == outputs:  # whatever the factor is
+        return torch.eye(inputs, dtype=torch.float64, device="cpu")
     weights = [[0.0] * inputs for _ in range(outputs)]
     if align_corners:
         step = (inputs - 1) / (outputs - 1) if outputs > 1 else 0.0
@@ -300,11 +307,28 @@ def _weights(inputs: int, outputs: int, factor: float | None, align_corners: boo
     return torch.tensor(weights, dtype=torch.float64, device="cpu").reshape(outputs, inputs)
 
 
-def _nearest(inputs: int, outputs: int, factor: float | None) -> Tensor:
-    """Which pixel each one takes, on the host; in the single precision in which PyTorch computes it."""
+_SMALL_IMAGE = 128
+"""Rows and columns of an image for which PyTorch has code of its own."""
+
+
+def _nearest(x: Tensor, dim: int, outputs: int, factor: float | None, is_small: bool) -> Tensor:
+    """Along one dimension."""
+    inputs = int(x.shape[dim])
+    places, places_of_gradient = _nearest_places(inputs, outputs, factor)
+    through = x.index_select(dim, places_of_gradient.to(x.device))
+    if is_small or torch.equal(places, places_of_gradient):
+        return through
+    return x.detach().index_select(dim, places.to(x.device)) + (through - through.detach())
+
+
+def _nearest_places(inputs: int, outputs: int, factor: float | None) -> tuple[Tensor, Tensor]:
+    """Which pixel each one takes, on the host, in the single precision in which PyTorch computes it; and which one it
+    hands its gradient to: there PyTorch goes by the sizes if one is the other or twice as much, in small images always.
+    """
     places = torch.arange(outputs, device="cpu")
-    if inputs == outputs:
-        return places
     step = 1.0 / factor if factor else inputs / outputs
     at = places.to(torch.float32) * torch.tensor(step, dtype=torch.float32, device="cpu")
-    return at.floor().long().clamp(max=inputs - 1)
+    looked_up = at.floor().long().clamp(max=inputs - 1)
+    if outputs in (inputs, 2 * inputs):
+        return looked_up, places // (outputs // inputs)
+    return looked_up, looked_up
