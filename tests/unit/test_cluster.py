@@ -478,6 +478,12 @@ POD = {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "j-1"}
 NO_LISTS = ["", "a,,b", "a,", "n[1-3", "n1-3]", "n[]", "n[3-1]", "n[a-b]", "n[1-]", "n[1,]", "n[[1]]"]
 NO_ROLES: list[Any] = [{"worker": 4}, {"ps": 1, "worker": 5}, {}, {"worker": -5}, {"worker": "5"}, ["worker"], {1: 5}]
 
+NO_NUMBERS: list[tuple[str, Any]] = [
+    *(("tasks_per_node", value) for value in (0, -2, "2", 2.0, [2, 2])),
+    *(("port_base", value) for value in (0, "8888", 8888.5, True)),
+    *((name, value) for name in ("gpus_per_node", "gpus_per_task") for value in (-1, "2")),
+]
+
 
 @pytest.mark.parametrize(
     ("make", "named"),
@@ -500,6 +506,8 @@ NO_ROLES: list[Any] = [{"worker": 4}, {"ps": 1, "worker": 5}, {}, {"worker": -5}
         bad_step(["SLURM_NODEID='1'", "--distribution=block", "srun"], SLURM_NODEID="1", SLURM_LOCALID="0"),
         (lambda: SlurmClusterResolver(environ={}), ["NODELIST", "TASKS_PER_NODE", "PROCID is not set"]),
         *(bad_step([repr(jobs)], jobs=jobs) for jobs in NO_ROLES),
+        *(bad_step([f"{name}={value!r} must be a whole number"], given={name: value}) for name, value in NO_NUMBERS),
+        bad_step(["tasks_per_node['n01']=2.5 must be a whole number"], given={"tasks_per_node": {"n01": 2.5}}),
         bad_step(["does not name the hosts ['n02', 'm7']"], given={"tasks_per_node": {"n01": 5}}),
         bad_step(["gpus_per_task=3 for 2 tasks on one host needs 6 GPUs"], given={"gpus_per_task": 3}),
         bad_pod(["JOB_COMPLETION_INDEX is not set", "HOSTNAME is not set"], {"worker": 2}),

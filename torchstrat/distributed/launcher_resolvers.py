@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torchstrat.core.devices import local_devices
@@ -71,6 +72,12 @@ def role_counts(jobs: Any) -> dict[str, int]:
             f"jobs={jobs!r} must be a dict from roles to numbers of tasks, such as {{'ps': 2, 'worker': 4}}."
         )
     return dict(jobs)
+
+
+def require_number(name: str, value: Any, least: int) -> None:
+    """Raises `ClusterConfigError` unless argument ``name`` is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ClusterConfigError(f"{name}={value!r} must be a whole number of at least {least}.")
 
 
 class Variables:
@@ -162,11 +169,14 @@ def _slurm_tasks(
 ) -> list[int]:
     """The number of tasks of each host, checked against the number of hosts and of tasks."""
     if isinstance(tasks_per_node, Mapping):
+        for host, number in tasks_per_node.items():
+            require_number(f"tasks_per_node[{host!r}]", number, 0)
         missing = [host for host in hosts if host not in tasks_per_node]
         if missing:
             variables.problems.append(f"tasks_per_node={dict(tasks_per_node)} does not name the hosts {missing}")
         return [tasks_per_node.get(host, 0) for host in hosts]
     if tasks_per_node is not None:
+        require_number("tasks_per_node", tasks_per_node, 1)
         return [tasks_per_node] * len(hosts)
     name, text = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if not text:
@@ -382,6 +392,10 @@ class SlurmClusterResolver(ClusterResolver):
         *,
         environ: Environment | None = None,
     ) -> None:
+        require_number("port_base", port_base, 1)
+        for name, given in (("gpus_per_node", gpus_per_node), ("gpus_per_task", gpus_per_task)):
+            if given is not None:
+                require_number(name, given, 0)
         environ = os.environ if environ is None else environ
         step = read_slurm(environ, tasks_per_node)
         task = assign_roles(step.members(port_base), jobs)
@@ -460,6 +474,7 @@ class KubernetesClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environ: Environment | None = None,
     ) -> None:
+        require_number("port", port, 1)
         environ = os.environ if environ is None else environ
         if subdomain is not None:
             task = read_indexed_job(environ, jobs, job_name, subdomain, port)
