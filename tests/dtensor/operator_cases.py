@@ -90,7 +90,23 @@ _SIGNED = (
     *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "logical_not", "neg"),
     *("negative", "nan_to_num", "round", "sigmoid", "sign", "sin", "square", "tanh", "elu", "gelu", "hardsigmoid"),
     *("hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6", "selu", "silu", "softplus"),
-    *("softsign", "bfloat16", "bool", "clone", "contiguous", "detach", "double", "float", "half", "int", "long"),
+    *(
+        "softsign",
+        "celu",
+        "hardshrink",
+        "softshrink",
+        "tanhshrink",
+        "bfloat16",
+        "bool",
+        "clone",
+        "contiguous",
+        "detach",
+        "double",
+        "float",
+        "half",
+        "int",
+        "long",
+    ),
 )
 _POSITIVE = ("log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sqrt")
 
@@ -265,9 +281,74 @@ def _logsumexp(shapes: Shapes) -> tuple[Function, Arguments]:
 
 @case("linalg_vector_norm", "_foreach_norm")
 def _norm(shapes: Shapes) -> tuple[Function, Arguments]:
-    order, dim = shapes.choice(1, 2, 3), shapes.choice(None, 0, (0, 1))
+    order, dim = shapes.choice(1, 2, 3, math.inf, -math.inf), shapes.choice(None, 0, (0, 1))
     function = shapes.choice(lambda x: torch.linalg.vector_norm(x, order, dim), lambda x: torch._foreach_norm([x])[0])
     return function, [shapes.positive(4, 8)]
+
+
+@case("normalize")
+def _normalize(shapes: Shapes) -> tuple[Function, Arguments]:
+    order, dim = shapes.choice(1, 2, 2, 3), shapes.choice(0, 1, -1)
+    return lambda x: F.normalize(x, order, dim), [shapes.normal(4, 8).round()]
+
+
+@case("norm", "linalg_norm")
+def _norm_by_its_other_names(shapes: Shapes) -> tuple[Function, Arguments]:
+    order, dim, keepdim = shapes.choice(1, 2, 3, math.inf), shapes.choice(0, 1, -1), shapes.choice(True, False)
+    function = shapes.choice(
+        lambda x: x.norm() * x.norm(order),
+        lambda x: torch.norm(x, order, dim, keepdim),
+        lambda x: x.norm(dim=(0, 1), keepdim=keepdim),
+        lambda x: torch.linalg.norm(x) * torch.linalg.norm(x, ord=order, dim=dim, keepdim=keepdim),
+        lambda x: torch.linalg.norm(x, "fro"),
+    )
+    return function, [shapes.normal(4, 8).round()]
+
+
+@case("argmax", "argmin", "argsort", "kthvalue", "max", "min", "sort", "topk", name="places in an order")
+def _places(shapes: Shapes) -> tuple[Function, Arguments]:
+    dim, keepdim = shapes.choice(0, 1, -1), shapes.choice(True, False)
+    function = shapes.choice(
+        lambda x: (x.argmax(dim, keepdim), x.argmin(), torch.argmax(x, dim=dim)),
+        lambda x: (*torch.sort(x, dim, True), x.argsort(), *x.sort(stable=True, dim=dim)),
+        lambda x: (*x.topk(2, dim), *torch.kthvalue(x, 3, dim, keepdim), *x.topk(2)),
+        lambda x: (*x.max(dim, keepdim), *torch.min(x, dim=dim), x.max(dim).values),
+    )
+    return function, [shapes.normal(4, 8)]
+
+
+@case("flip")
+def _flip(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(lambda x: x.flip(0), lambda x: torch.flip(x, (0, -1)), lambda x: x.flip(1, 2))
+    return function, [shapes.normal(4, 4, 8)]
+
+
+@case("cumprod", "cumsum", "glu", "logcumsumexp", "prod", "softmin", name="along a dimension")
+def _along(shapes: Shapes) -> tuple[Function, Arguments]:
+    dim, keepdim = shapes.choice(0, 1, -1), shapes.choice(True, False)
+    function = shapes.choice(
+        lambda x: x.cumsum(dim) * torch.cumprod(x, dim=dim),
+        lambda x: x.logcumsumexp(dim) * F.softmin(x, dim=dim),
+        lambda x: (x.prod(), torch.prod(x, dim, keepdim), x.prod(dim=dim)),
+        lambda x: F.glu(x, dim) * F.glu(x, dim=dim),
+    )
+    return function, [shapes.normal(*shapes.dims(1), 4, 8)]
+
+
+@case("full_like", "ones_like", "rand_like", "randn_like", "zeros_like", name="made like another")
+def _made_like(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        lambda x: x + torch.zeros_like(x) + torch.full_like(x, 0.5, dtype=torch.float32),
+        lambda x: x * torch.ones_like(x),
+        lambda x: x * torch.rand_like(x) + torch.randn_like(x),
+    )
+    return function, [shapes.normal(*shapes.dims(2))]
+
+
+@case("prelu", "threshold")
+def _slopes(shapes: Shapes) -> tuple[Function, Arguments]:
+    channels = shapes.choice(1, 4)
+    return lambda x, w: F.prelu(x, w) * F.threshold(x, 0.1, 0.3), [shapes.normal(4, 4, 8), shapes.normal(channels)]
 
 
 @case("softmax", "log_softmax")

@@ -258,6 +258,7 @@ CONTROLS = {
     "sums going forward": "softmax",
     "neighbours' rows": "conv2d",
     "which part is whose": "embedding",
+    "dimensions made whole": "places in an order",
     "random numbers": "dropout",
 }
 

@@ -1,9 +1,17 @@
 """The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written."""
 
-from torchstrat.sharding.dtensor.operators import contraction, data_attribute, elementwise, losses, reductions, shapes
+from torchstrat.sharding.dtensor.operators import (
+    contraction,
+    data_attribute,
+    elementwise,
+    losses,
+    one_dimension,
+    reductions,
+    shapes,
+)
 from torchstrat.sharding.dtensor.operators.rules import apply, operators, with_stand_ins
 
-_RULES = (contraction, data_attribute, elementwise, losses, reductions, shapes)
+_RULES = (contraction, data_attribute, elementwise, losses, one_dimension, reductions, shapes)
 """Each registers its own when it is imported."""
 
 __all__ = ["apply", "operators", "with_stand_ins"]

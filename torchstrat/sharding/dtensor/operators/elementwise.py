@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -36,10 +37,12 @@ BINARY = (
     *("addcmul", "addcdiv", "__rsub__", "__rdiv__", "__rtruediv__", "__pow__", "__rpow__", "__eq__", "__ne__"),
     *("__lt__", "__le__", "__gt__", "__ge__", "__truediv__"),
 )
+NEW_ONLY = ("celu", "hardshrink", "softshrink", "tanhshrink", "threshold")
+"""Not in place."""
 _CASTS = ("bfloat16", "bool", "clone", "contiguous", "double", "float", "half", "int", "long", "type_as")
 
 
-@rule(*UNARY, *BINARY)
+@rule(*UNARY, *NEW_ONLY, *BINARY)
 def elementwise(call: Call, *args: object, **kwargs: object) -> torch.Tensor:
     if kwargs.get("inplace"):
         raise call.refused("would change it in place with inplace=True; leave that out")
@@ -57,7 +60,8 @@ _WITH_INPLACE = {
         for name in ("relu", "relu6", "silu", "mish", "hardswish", "selu", "hardsigmoid")
         for one in functions_called(name)
     },
-    **dict.fromkeys(functions_called("hardtanh"), 3),
+    **dict.fromkeys(functions_called("celu"), 2),
+    **{one: 3 for name in ("hardtanh", "threshold") for one in functions_called(name)},
 }
 """Functions of ``torch.nn.functional`` → the place of ``inplace`` among their arguments."""
 
@@ -91,6 +95,29 @@ def _moved(tensor: torch.Tensor, args: Sequence[object], kwargs: dict[str, objec
     """``tensor.to(*args, **kwargs)``, and of other tensors their dtype."""
     move: Callable[..., torch.Tensor] = tensor.to
     return move(*(one.dtype if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
+
+
+@rule("full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
+def made_like(call: Call, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Random numbers are drawn for the whole tensor, as dropout draws."""
+    if kwargs.get("requires_grad"):
+        raise call.refused("would be a leaf that requires gradients; leave requires_grad out")
+    cut, local = call.cut(input), call.open(input).detach()
+    if call.name.startswith("rand"):
+        made = call.devices.own_piece(call.function(local.new_empty(shape_of(input)), *args, **kwargs), cut).clone()
+    else:
+        made = call.function(local, *args, **kwargs)
+    if made.device != call.devices.device:
+        raise call.refused(f"would be made on {made.device}; pieces stay on their logical devices")
+    return call.leave(made, cut)
+
+
+@rule("prelu")
+def prelu(call: Call, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    cut, is_by_channel = call.cut(input), shape_of(weight).numel() != 1
+    of_weight = tuple(0 if is_by_channel and dim == 1 else None for dim in cut)
+    slopes = call.enter(weight, of_weight, cut_axes(cut))
+    return call.leave(functional.prelu(call.open(input), slopes), cut)
 
 
 def over_elements(call: Call, args: Sequence[object], kwargs: dict[str, object]) -> torch.Tensor:

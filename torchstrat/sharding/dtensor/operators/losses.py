@@ -44,6 +44,11 @@ def softmax(
     return call.leave((shifted - sums.log() if is_log else powers / sums).to(kind), call.cut(input))
 
 
+@rule("softmin")
+def softmin(call: Call, input: torch.Tensor, dim: int | None = None, **kwargs: torch.dtype | None) -> torch.Tensor:
+    return softmax(Call(torch.softmax, call.devices), call.leave(-call.open(input), call.cut(input)), dim, **kwargs)
+
+
 @rule("logsumexp")
 def logsumexp(call: Call, input: torch.Tensor, dim: Dims, keepdim: bool = False) -> torch.Tensor:
     dims = dims_of(dim, len(shape_of(input)))

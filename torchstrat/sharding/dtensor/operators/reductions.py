@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -15,6 +16,7 @@ from torchstrat.core._torch_private import foreach_norm
 from torchstrat.core.half_precision import HALF, widen
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, cut_axes
+from torchstrat.sharding.dtensor.operators.elementwise import over_elements
 from torchstrat.sharding.dtensor.operators.rules import Call, Dims, dims_of, rule
 
 
@@ -89,13 +91,14 @@ def extreme(call: Call, input: torch.Tensor, dim: Dims = (), keepdim: bool = Fal
     return call.leave(result if keepdim else result.squeeze(dims), cut)
 
 
-@rule("max", "min")
 def all_of(call: Call, input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """Of all elements; of two tensors it is ``maximum`` or ``minimum``. With ``dim`` there are indices too."""
+    """``max`` or ``min`` of all elements; of two tensors it is ``maximum`` or ``minimum``."""
     if not args and not kwargs:
         of_extreme = Call(torch.amax if call.name == "max" else torch.amin, call.devices)
         return extreme(of_extreme, input)
-    raise call.refused("knows only max() and min() over all elements; use amax, amin, maximum or minimum")
+    raise call.refused(
+        "knows max() and min() of all elements and along a dimension; use amax, amin, maximum or minimum"
+    )
 
 
 @rule("var", "std")
@@ -153,17 +156,50 @@ def vector_norm(
     if not axes:
         return call.leave(torch.linalg.vector_norm(local, ord, dims, keepdim, dtype=dtype), cut)
     kind, local = dtype or local.dtype, widen(local if dtype is None else local.to(dtype))
-    if ord == math.inf and not local.requires_grad:
-        return call.leave(call.largest(local.abs().amax(dims, keepdim=keepdim), axes).to(kind), cut)
-    if abs(ord) == math.inf or ord == 0:
-        raise call.refused(f"of order {ord} over a dimension that is cut")
     sizes = local.abs()
+    if ord == math.inf and not local.requires_grad:
+        return call.leave(call.largest(sizes.amax(dims, keepdim=keepdim), axes).to(kind), cut)
+    if abs(ord) == math.inf:
+        of_extreme = Call(torch.amax if ord > 0 else torch.amin, call.devices)
+        return extreme(of_extreme, call.leave(sizes, call.cut(x)), dims, keepdim).to(kind)
+    if ord == 0:
+        raise call.refused(f"of order {ord} over a dimension that is cut")
     if ord < 0:
         powers = sizes.pow(ord)
     else:  # without a power of 0, whose gradient may be infinite
         is_zero = sizes == 0
         powers = torch.where(is_zero, sizes, torch.where(is_zero, 1, sizes).pow(ord))
     return call.leave(root(call.added_up(powers.sum(dims, keepdim=keepdim), axes), ord).to(kind), cut)
+
+
+@rule("norm", torch.linalg.norm)
+def norm(
+    call: Call,
+    input: torch.Tensor,
+    p: float | str | None = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    out: None = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Of vectors, and the Frobenius norm of matrices."""
+    order = kwargs.get("ord", p)
+    dims = dims_of(dim, len(shape_of(input)))
+    is_of_matrices = call.function is torch.linalg.norm and order is not None and len(dims) == 2
+    if (is_of_matrices and order != "fro") or order == "nuc":
+        raise call.refused(f"of order {order!r} is one of matrices")
+    return vector_norm(call, input, 2 if order in (None, "fro") else order, dim, keepdim, dtype=dtype)
+
+
+@rule("normalize")
+def normalize(
+    call: Call, input: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
+) -> torch.Tensor:
+    if input.is_complex():
+        raise call.refused("takes real numbers")
+    length = vector_norm(call, input, p, dim, True)
+    return over_elements(Call(lambda x, size: x / size.clamp_min(eps), call.devices), (input, length), {})
 
 
 @rule(foreach_norm)
