@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,9 +127,19 @@ def draw_in_steps(row_name: str) -> list[list[float]]:
     own = torch.Generator().manual_seed(1)
     pythons, apart = random.Random(1), random.Random(10 + int(os.environ["RANK"]))
     numpys = {"of NumPy": np.random.default_rng(1)}
+    optimizer: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    optimizer.noise = torch.Generator().manual_seed(2)
+    hidden = random.Random(3)
+
+    class Mixing:
+        def draw(self) -> float:
+            return hidden.random()
+
+    mixing = Mixing()
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         drawn = [random.random(), np.random.rand(), torch.rand((), generator=own), pythons.random()]
+        drawn += [torch.rand((), generator=optimizer.noise), mixing.draw()]
         drawn += [numpys["of NumPy"].random(), np.random.normal(), random.gauss(0.0, 1.0), apart.random()]
         return torch.tensor([float(one) for one in drawn])
 
@@ -148,7 +159,7 @@ def draw_in_steps(row_name: str) -> list[list[float]]:
 def test_a_rank_without_rows_follows_what_the_others_draw(row: str, two_processes: Workers) -> None:
     """Every rank draws the same numbers from generators that are no stream of the replicas'."""
     first, second = two_processes.run(draw_in_steps, row)
-    assert [len(drawn) for drawn in second] == [8, 0, 0, 8]
+    assert [len(drawn) for drawn in second] == [10, 0, 0, 10]
     for number in (0, 3):
         assert first[number][:-1] == second[number][:-1]
     apart = random.Random(11)

@@ -4,12 +4,14 @@ reach while it is watched: modules, optimizers and helpers as they are created."
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
 import dataclasses
 import dis
 import functools
 import itertools
+import pathlib
 import random
 import sys
 import threading
@@ -29,6 +31,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchstrat.core import nest
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
+    hooks_after_accumulation,
+    hooks_on_gradient,
     is_of_transform,
     new_hook_key,
     own_children,
@@ -95,6 +99,10 @@ class Reached:
     """Tensors that are no parameters, nor leaves with a gradient."""
     objects: list[object] = dataclasses.field(default_factory=list)
     """Of classes of the program's own."""
+    seen: dict[int, object] = dataclasses.field(default_factory=dict)
+    """Everything that was met, by `id`: temporaries must outlive the walk, or another object could get theirs."""
+    classes: list[type] = dataclasses.field(default_factory=list)
+    """Of the program's own, which were named."""
 
 
 class Start:
@@ -106,7 +114,9 @@ class Start:
     """
 
     def __init__(self, fn: Callable[..., object] | None, arguments: Iterable[object]) -> None:
-        self._objects = [one for one in (*_from_callable(fn), *arguments) if not _is_atom(type(one))]
+        begin = [*_from_callable(fn), *arguments]
+        self._objects = [one for one in begin if not _is_atom(type(one))]
+        self._classes = [one for one in begin if isinstance(one, type)]
         self.references: list[weakref.ref[object] | None] = []  # to the same; None where there is no such thing
         self.is_closed = True
         self._named = list(self._objects)
@@ -137,23 +147,76 @@ class Start:
         ``again``: not the first walk from these objects, so only their surroundings are looked at.
         """
         limit = _MAX_OBJECTS_AGAIN if again else _MAX_OBJECTS
-        reached = Reached()
-        seen: set[int] = set()
-        keep: list[object] = []  # temporaries must outlive the walk, or another object could get their id
+        reached = Reached(classes=[*self._classes])
+        seen = reached.seen
         pending = collections.deque(self._objects)
         while pending and len(seen) < limit:
             value = pending.popleft()
             if isinstance(value, _ATOMS) or id(value) in seen:
+                if isinstance(value, type):
+                    reached.classes.append(value)
                 continue
-            seen.add(id(value))
-            keep.append(value)
+            seen[id(value)] = value
             pending.extend(_open(value, reached))
         return reached
 
     def forget_objects(self) -> None:
         """Keep only what `is_same` needs, which holds nothing alive."""
         self.references = [_reference_to(one) for one in self._named if not _is_data(one)]
-        self._objects, self._named = [], []
+        self._objects, self._classes, self._named = [], [], []
+
+
+def walk_behind(front: Reached) -> Reached:
+    """What lies behind what a walk has reached: what the methods of the program's own classes name, and what classes,
+    hooks, keys and weak references hold. A step may use it, or may not: other methods of a trainer name it, too."""
+    behind = Reached(seen=front.seen)
+    known: set[int] = set()
+    pending = collections.deque(inner for one in list(front.seen.values()) for inner in _behind(one))
+    pending.extend(front.classes)
+    while pending and len(behind.seen) < _MAX_OBJECTS:
+        value = pending.popleft()
+        if isinstance(value, type):
+            if id(value) not in known and _is_of_program(value.__module__):
+                known.add(id(value))
+                pending.extend(itertools.chain.from_iterable(_in_class(kind) for kind in value.__mro__))
+        elif not isinstance(value, _ATOMS) and id(value) not in behind.seen:
+            behind.seen[id(value)] = value
+            pending.extend((*_open(value, behind), *_behind(value)))
+    return behind
+
+
+def _behind(value: object) -> Iterator[object]:
+    if isinstance(value, torch.Tensor):
+        if _is_variable(value):
+            with DisableTorchFunctionSubclass():  # one that a step has kept on a TPU answers no question
+                hooks = [*(hooks_on_gradient(value) or {}).values(), *(hooks_after_accumulation(value) or {}).values()]
+            yield from hooks
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, Mapping) and nest.is_nested(value):
+        yield from itertools.islice((key for key in value if not isinstance(key, str | int)), _MAX_MEMBERS)
+    else:
+        yield type(value)
+        if isinstance(value, HELPER_TYPES):
+            yield from (member for name, member in vars(value).items() if name not in ("state", "param_groups"))
+
+
+def _in_class(kind: type) -> Iterator[object]:
+    if _is_of_program(kind.__module__):
+        for member in itertools.islice(vars(kind).values(), _MAX_MEMBERS):
+            if isinstance(member, property):
+                yield from (member.fget, member.fset)
+            else:
+                yield member.__func__ if isinstance(member, staticmethod | classmethod) else member
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_program(module_name: str | None) -> bool:
+    """No library, and no other package that is installed: these name nothing of the program's."""
+    if _is_library(module_name):
+        return False
+    file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
+    return not any(part in ("site-packages", "dist-packages") for part in pathlib.PurePath(file).parts)
 
 
 def _reference_to(value: object) -> weakref.ref[object] | None:
@@ -199,7 +262,9 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
         reached.helpers.append(value)
         for name, member in vars(value).items():
             is_plain = type(member) is torch.Tensor and not member.requires_grad
-            is_opened = isinstance(member, (list, tuple, *HELPER_TYPES)) or (type(member) is dict and name != "state")
+            is_opened = isinstance(member, (list, tuple, *HELPER_TYPES, *GENERATOR_TYPES)) or (
+                type(member) is dict and name != "state"
+            )
             if is_plain or is_opened:
                 yield member
     elif isinstance(value, GENERATOR_TYPES):
@@ -210,8 +275,8 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
         yield from itertools.islice(value.values(), _MAX_MEMBERS)
     elif not isinstance(value, types.ModuleType):
         if (
-            hasattr(value, "__dict__")
-            and hasattr(value, "__weakref__")
+            _member(value, "__dict__") is not None
+            and hasattr(type(value), "__weakref__")
             and not isinstance(value, _FUNCTIONS)
             and not _is_library(type(value).__module__)
         ):
@@ -223,15 +288,22 @@ def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[object]:
     if (
         isinstance(value, nn.Module)
         or not _is_library(type(value).__module__)
-        or isinstance(value, types.SimpleNamespace)
+        or isinstance(value, types.SimpleNamespace | argparse.Namespace)
     ):
-        members = list(getattr(value, "__dict__", {}).items())
+        members = list((_member(value, "__dict__") or {}).items())
         for name, member in members[:_MAX_MEMBERS]:
             if name not in skip:
                 yield member
         for name in _slots_of(type(value)):
-            if hasattr(value, name):
-                yield getattr(value, name)
+            yield _member(value, name)
+
+
+def _member(value: object, name: str) -> Any:
+    """None where there is none, also of a class whose ``__getattr__`` raises what is no AttributeError."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def _from_callable(fn: object) -> list[object]:
@@ -245,7 +317,7 @@ def _from_callable(fn: object) -> list[object]:
         return [fn]
     if not callable(fn):
         return []
-    wrapped = getattr(fn, "__wrapped__", None)  # `functools.lru_cache` and its like
+    wrapped = _member(fn, "__wrapped__")  # `functools.lru_cache` and its like
     call = vars(type(fn)).get("__call__")
     called = _from_function(call) if isinstance(call, types.FunctionType) else []
     return [*([] if wrapped is None else [wrapped]), *_attributes(fn), *called]

@@ -22,7 +22,7 @@ from torchstrat.core._torch_private import is_compiler_at_work, is_view, own_buf
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
-from torchstrat.core.reachable import CreationWatch, Reached, Start, Watcher, address_of, has_address
+from torchstrat.core.reachable import CreationWatch, Reached, Start, Watcher, address_of, has_address, walk_behind
 
 _MOST_OBJECTS = 64  # that a step reaches: the nearest ones; further away lie data
 _MOST_PLAIN = 200
@@ -267,8 +267,10 @@ class VariableRegistry:
         if start.is_closed and not is_new:
             return []
         found = start.walk(again=not is_new)
-        self.objects = [weakref.ref(one) for one in found.objects[:_MOST_OBJECTS]]
         adopted = self._record(found)
+        if is_new:
+            self._record_behind(walk_behind(found), found)
+        self.objects = [weakref.ref(one) for one in found.objects[:_MOST_OBJECTS]]
         for tensor in found.plain[:_MOST_PLAIN]:
             self._plain.add(tensor)
         if is_new:
@@ -306,6 +308,21 @@ class VariableRegistry:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "leaf tensor"
                 adopted.append(f"a bare {kind} of shape {tuple(tensor.shape)}, in no module and no optimizer")
         return adopted
+
+    def _record_behind(self, behind: Reached, found: Reached) -> None:
+        """Of what the step may not use, what it can only change by hand: frozen, or stepped by an optimizer that is
+        known. What else it trains is met where it is used. ``found`` gets what is looked at alike."""
+        owned = {id(tensor) for tensor in self._optimizer_tensors()}
+        for module in behind.modules:
+            is_known = all(id(one) in owned or not one.requires_grad for one in module.parameters())
+            if is_known and module not in self._given_up:
+                self._add_tree(module)
+        members = {id(tensor) for module in self._modules for tensor in own_parameters(module).values()}
+        for tensor in behind.tensors:
+            if not tensor.requires_grad and id(tensor) not in members:
+                self._tensors.add(tensor)
+        found.plain += behind.plain
+        found.objects += behind.objects
 
     def _note_vectors(self, plain: Iterable[torch.Tensor]) -> None:
         members = self.members()

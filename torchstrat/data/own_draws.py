@@ -33,7 +33,7 @@ from numpy.random import mtrand
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 from torchstrat.core.randomness import state_of
-from torchstrat.core.reachable import Start
+from torchstrat.core.reachable import Start, walk_behind
 from torchstrat.data.pipeline import Pipeline
 from torchstrat.data.random_states import RandomGenerator, RandomStreams
 
@@ -331,7 +331,9 @@ def generators_of_data(dataset: object, collate: Callable[..., object] | None) -
 def generators_reached(fn: Callable[..., object] | None, arguments: Iterable[object]) -> list[RandomGenerator]:
     """The same that a function and its arguments can reach; not those of the process."""
     process = (torch.default_generator, PYTHONS, NUMPYS, *torch.cuda.default_generators)
-    return [one for one in Start(fn, arguments).walk().generators if not any(one is other for other in process)]
+    front = Start(fn, arguments).walk()
+    found = [*front.generators, *walk_behind(front).generators]
+    return [one for one in found if not any(one is other for other in process)]
 
 
 def draws_nothing(loader: DataLoader[object]) -> bool:
