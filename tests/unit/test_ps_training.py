@@ -338,6 +338,7 @@ class CountsInGroup(PerTensor):
     """Its step divides the rate by how many there have been, which it keeps in ``param_groups``."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps = getattr(self, "steps", 0) + 1
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
         super().step()
@@ -438,6 +439,20 @@ def test_the_program_and_steps_set_the_same() -> None:
         with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['k'\] of .* to 7, and its steps.* set it to 1"):
             job.step(ONES)
         assert job.values() == [-1.0]
+
+
+def test_what_steps_have_set_is_there_after_join() -> None:
+    """And what the program sets then it has set, also to what steps have set before."""
+    with stepping(CountsInGroup) as job:
+        for count in (1, 2, 3):
+            job.step(ONES)
+            job.program.coordinator.join()
+            assert (job.group["k"], job.optimizer.steps) == (count, count)
+        job.group["k"] = job.optimizer.steps = 1
+        job.step(ONES)
+        job.program.coordinator.join()
+        assert (job.group["k"], job.optimizer.steps) == (2, 2)
+        assert job.values() == pytest.approx([-1 - 1 / 2 - 1 / 3 - 1 / 2])
 
 
 @pytest.mark.parametrize("cls", [CountsInGroup, Lists])

@@ -125,6 +125,7 @@ class ClusterCoordinator:
         self.strategy, self._job, self._capture, self._policy = strategy, job, capture, on_server_loss
         self._resources = ResourceTable()
         self._functions = Remembered(job.catalog)
+        self._joined = 0
         job.connect()
         job.catalog.register(strategy, ("strategy",))
         job.catalog.register(self, ("coordinator",))
@@ -272,6 +273,9 @@ class ClusterCoordinator:
         clean. Raises `ParameterServerUnavailable` if a server was lost, and `CommunicationTimeoutError` that says what
         is still running where. Where it restores the servers instead (see `restore_on_server_loss`), it returns after
         that; ``timeout`` does not count it.
+
+        What steps of optimizer classes of the program's own have set in groups, and numbers, strings and tuples in
+        attributes, is in the objects here afterwards.
         """
         self._on_server_loss.attempt(lambda: self._join(timeout), lambda: self.join(timeout))
 
@@ -279,6 +283,9 @@ class ClusterCoordinator:
         self._dispatcher.wait(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         self._raise_pending()
         self._job.warn_of_conflicts(wrote_parameters=self._dispatcher.wrote_parameters)
+        if self._joined != self._dispatcher.next_function:
+            self._joined = self._dispatcher.next_function
+            self._job.pull_options(self._job.optimizers(), at_rest=self._dispatcher.is_done)
 
     def done(self) -> bool:
         """Whether every scheduled function has run. Raises a pending error like `join`.

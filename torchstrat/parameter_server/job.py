@@ -570,16 +570,16 @@ class Job:
             elif self.cache.is_on and self.optimizer_number(optimizer) in self._optimizers:
                 self.push_optimizer(optimizer)
 
-    def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here."""
-        for optimizer in optimizers:
-            for server in self._setting_servers(optimizer):
-                own = self._number_of(optimizer), *options_of(optimizer)
-                groups, attributes = self.servers.ask("ps.optimizer_options", {server: own})[server]
-                for group, new in zip(groups_with_wrapped(optimizer)[0], groups, strict=False):
-                    group.update(new)
-                for one, new in zip((optimizer, *wrapped_by(optimizer)), attributes, strict=False):
-                    self._attributes.take(one, new)
+    def pull_options(self, optimizers: Iterable[Optimizer], *, at_rest: bool = False) -> None:
+        """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here.
+        ``at_rest``: no function is to come; without tensors of attributes, which may be large."""
+        for optimizer, server in ((one, server) for one in optimizers for server in self._setting_servers(one)):
+            own = self._number_of(optimizer), *options_of(optimizer), at_rest
+            groups, attributes = self.servers.ask("ps.optimizer_options", {server: own})[server]
+            for group, new in zip(groups_with_wrapped(optimizer)[0], groups, strict=False):
+                group.update(new)
+            for one, new in zip((optimizer, *wrapped_by(optimizer)), attributes, strict=False):
+                self._attributes.take(one, new)
 
     def push_options(self, optimizer: Optimizer) -> None:
         """Give the servers whose steps set them what is in the groups now."""

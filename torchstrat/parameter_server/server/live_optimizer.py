@@ -72,11 +72,15 @@ class _Group:
             if is_by_steps and not are_equal(own[name], value):
                 yield name, value
 
-    def hand_out(self, options: Options) -> dict[str, object]:
+    def hand_out(self, options: Options, *, at_rest: bool) -> dict[str, object]:
         own, given = self.options, self.given
         kept = {*dict(self._set_by_program(options)), *(given.keys() - options.keys())}
-        lacks = {k: v for k, v in own.items() if k not in kept and (k not in options or not are_equal(v, options[k]))}
+        lacks = {k: v for k, v in own.items() if k not in kept and not _has(options, k, v)}
         found = copy.deepcopy(lacks)
+        if at_rest:  # the program has all of it now: what it sends otherwise, it has set
+            self.given.update({k: found[k] if k in found else options[k] for k in own.keys() - kept})
+            self.handed_out.clear()
+            return found
         for name, value in found.items():
             is_given = name in given and are_equal(value, given[name])
             if not is_given and not _is_among(value, self.handed_out.setdefault(name, [])):
@@ -107,8 +111,10 @@ class _Member:
         self._set_at: dict[str, int] = {}  # attributes, when the program has set them
         self.handed_out = marks_of_tensors(optimizer)
 
-    def attributes(self) -> dict[str, object]:
+    def attributes(self, *, with_tensors: bool) -> dict[str, object]:
         """Those that can be handed out: of tensors, what has changed since the last time."""
+        if not with_tensors:
+            return fixed_attributes(self.optimizer)
         attributes, marks = vars(self.optimizer), marks_of_tensors(self.optimizer)
         changed = [name for name, mark in marks.items() if mark != self.handed_out.get(name)]
         self.handed_out = marks
@@ -192,15 +198,17 @@ class LiveOptimizer:
                     groups.append({**group, "params": parameters})
         self._find_groups()
 
-    def hand_out(self, options: Sequence[Options], places: Places) -> StepsHaveSet:
+    def hand_out(self, options: Sequence[Options], places: Places, *, at_rest: bool) -> StepsHaveSet:
         """What steps have set where the program has ``options``, which the program's own objects then have, for a
         checkpoint. It sends that back with every step, also when later steps have set something else: no wish of the
-        program's. What it has set itself since, and no step has taken, stays."""
+        program's. What it has set itself since, and no step has taken, stays.
+
+        ``at_rest``: every function has ended. Tensors in attributes, which may be large, are for who asks for them."""
         if not self._has_stepped:
             return [], []
         self._arrange(places)
-        found = [one.hand_out(new) for one, new in zip(self._groups, options, strict=False)]
-        return found, [member.attributes() for member in self.members]
+        found = [one.hand_out(new, at_rest=at_rest) for one, new in zip(self._groups, options, strict=False)]
+        return found, [member.attributes(with_tensors=not at_rest) for member in self.members]
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
         """These take the place of all that is in the groups: a checkpoint was restored."""
@@ -337,6 +345,10 @@ def _gradients_of(step: OptimizerStep, shards: HeldShards) -> dict[ShardKey, tor
     for key, ids, rows in step.rows:
         gradients[key] = sparse_rows(ids.clone(), rows.clone(), shards.tensor(key).shape[0])
     return gradients
+
+
+def _has(options: Options, name: str, value: object) -> bool:
+    return name in options and are_equal(value, options[name])
 
 
 def _is_among(value: object, others: Sequence[object]) -> bool:

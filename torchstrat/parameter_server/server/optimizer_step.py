@@ -245,9 +245,9 @@ class HeldOptimizer:
         assert self.live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
-    def hand_out_options(self, options: Sequence[Options], places: Places) -> StepsHaveSet:
+    def hand_out_options(self, options: Sequence[Options], places: Places, *, at_rest: bool) -> StepsHaveSet:
         """By group, the hyperparameters that its steps have set, and the plain attributes."""
-        return ([], []) if self.live is None else self.live.hand_out(options, places)
+        return ([], []) if self.live is None else self.live.hand_out(options, places, at_rest=at_rest)
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
         if self.live is not None:

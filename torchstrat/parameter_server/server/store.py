@@ -368,13 +368,13 @@ class VariableStore:
                 shards.put_state(key, optimizer, _copy(state) or None)
 
     def optimizer_options(
-        self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places
+        self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places, at_rest: bool
     ) -> StepsHaveSet:
         """What steps have set here, and ``options`` of the program's have not; of most optimizers nothing. Options and
-        ``places`` as in `groups_with_wrapped`."""
+        ``places`` as in `groups_with_wrapped`, ``at_rest`` as in `LiveOptimizer.hand_out`."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
-            return held.hand_out_options(options, places)
+            return held.hand_out_options(options, places, at_rest=at_rest)
 
     def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places) -> None:
         """Replace what is in the groups of an optimizer whose steps set it."""
