@@ -374,6 +374,7 @@ TABLE = Table(
     always=(
         "dataclass whose __post_init__ changes its fields | loader | tpu x2, computed on the CPU",
         "list of as many examples as channels | loader with an iterator of its own | mirrored x2",
+        "strings | loader | torchrun mirrored",
     ),
     faults=FAULTS,
     alike=places.launch_of,

@@ -220,8 +220,10 @@ TABLE = Table(
     make_cells,
     always=(
         "loader processes | dropped | torchrun central_storage",
+        "optimizers | failed | two logical devices",
         "results | dropped | torchrun mirrored",
         "results | failed | one_device",
+        "strategies | replaced | torchrun mirrored",
     ),
     faults=lifetime_faults.FAULTS,
     alike=lambda place: "torchrun" if places.processes_of(place) > 1 else SERVERS if place == SERVERS else "in process",

@@ -292,6 +292,7 @@ TABLE = Table(
     "Which optimizers have the numbers of one device on parameter servers?",
     make_cells,
     always=(
+        "KeepsParameters | dense | 2 servers, 2 workers",
         "Lookahead | dense, 2 shards | 2 servers, 2 workers",
         "torch.optim.SparseAdam | tables | 2 servers, 2 workers",
     ),

@@ -425,9 +425,11 @@ TABLE = Table(
     question="Does state that goes to a file come back as plain PyTorch would bring it back?",
     make_cells=cells,
     always=(
+        "buffer, conjugate | checkpoint to plain | torchrun mirrored",
         "optimizer that saves more | plain file in | two logical devices",
         "optimizer that saves more | plain file, load_state_dict | parameter servers",
         "optimizer with a count in its state | plain file in | parameter servers",
+        "optimizer, Adam | checkpoint from plain | two logical devices",
         "optimizer, a tensor's rate | checkpoint from plain | torchrun central_storage",
         "versions of modules, an older file | plain file in | parameter servers",
     ),

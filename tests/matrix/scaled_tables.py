@@ -470,6 +470,7 @@ TABLE = Table(
     question="Is every other use of a table whose lookups scale rows that of one device, or refused?",
     make_cells=cells,
     always=(
+        "a closure | nn.Embedding | torchrun central_storage",
         "a closure, evaluated several times | nn.EmbeddingBag | torchrun central_storage",
         "a merge_call | functional.embedding | mirrored x2",
         "used as a whole, in a closure | functional.embedding | torchrun central_storage",
