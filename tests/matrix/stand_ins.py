@@ -446,7 +446,7 @@ FAULTS = (
         "moves have no second derivatives",
         [("torch.mul", _TWICE), ("torch.exp", _TWICE)],
         lambda: mock.patch.object(
-            cut_tensors, "_moved", lambda move, *args: move.forward(cut_tensors._NoGraph(), *args)
+            cut_tensors, "_moved", lambda move, *args: move.forward(cut_tensors._Kept(), *args)
         ),
     ),
     _fault(
