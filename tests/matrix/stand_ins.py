@@ -445,9 +445,7 @@ FAULTS = (
     _fault(
         "moves have no second derivatives",
         [("torch.mul", _TWICE), ("torch.exp", _TWICE)],
-        lambda: mock.patch.object(
-            cut_tensors, "_moved", lambda move, *args: move.forward(cut_tensors._Kept(), *args)
-        ),
+        lambda: mock.patch.object(cut_tensors, "_moved", lambda move, *args: move.forward(cut_tensors._Kept(), *args)),
     ),
     _fault(
         "outside of runs a variable takes whatever is written to it",
