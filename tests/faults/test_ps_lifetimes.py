@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -63,10 +64,12 @@ def check(values: list[ts.RemoteValue[tuple[float, float]]]) -> None:
 
 
 def both_have_run(coordinator: ts.ClusterCoordinator) -> None:
-    """Each worker is there, and has run functions."""
+    """Each worker is there, has run functions, and has given back the pages that its allocator kept."""
 
     def worker_index() -> int:
         time.sleep(0.01)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+            trim(0)
         return coordinator.get_current_worker_index()
 
     until = time.monotonic() + PATIENCE_SECONDS
