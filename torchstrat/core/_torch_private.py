@@ -102,9 +102,6 @@ ragged_dim: Callable[[torch.Tensor], int] = operator.attrgetter("_ragged_idx")
 schema_of: Callable[[object], torch.FunctionSchema] = operator.attrgetter("_schema")
 """What an operator takes, and which of it it changes."""
 
-current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
-"""A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""
-
 EXTRA_STATE: str = look_up("nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
 """The last part of the name under which ``state_dict()`` has what `Module.get_extra_state` returns."""
 

@@ -310,21 +310,6 @@ def check_gather_shapes(shapes: Sequence[tuple[int, ...]], axis: int, call: str)
     return dim
 
 
-def weighted_sum(components: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Σ weights[i]·components[i] on the first component's device; a new tensor. Equal weights divide once, at the end,
-    which is exact for 1, 2, 4, … replicas and the same arithmetic in one process and in several."""
-    first = components[0]
-    if all(weight == weights[0] for weight in weights):
-        total = first
-        for other in components[1:]:
-            total = total + other.to(first.device)
-        return total * weights[0]
-    total = first * weights[0]
-    for other, weight in zip(components[1:], weights[1:], strict=True):
-        total = total + other.to(first.device) * weight
-    return total
-
-
 def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> object:
     """`Strategy.reduce` of a value that is not distributed.
 

@@ -297,7 +297,6 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.op = exchange, op
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
         return tuple(exchange(op, [tensor.detach() for tensor in tensors]))
 
     @staticmethod
