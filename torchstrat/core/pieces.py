@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from torchstrat.core._torch_private import DisableTorchDispatch, alias_of, ignores_functions
 
@@ -66,6 +67,13 @@ def memory_of(value: Any) -> Any:
 
 
 _PLAIN = "_plain_kind"
+
+
+def in_place_of(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` as what can take the place of ``tensor``: a parameter of one, with or without a gradient alike."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value.requires_grad_(tensor.requires_grad)
 
 
 def piece_of(kind: type, value: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:

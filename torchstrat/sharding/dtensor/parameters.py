@@ -41,7 +41,7 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.gradients import GradientHook
-from torchstrat.core.pieces import WholeValue, class_of_pieces, piece_of, plain_kind, stands_for
+from torchstrat.core.pieces import WholeValue, class_of_pieces, in_place_of, piece_of, plain_kind, stands_for
 from torchstrat.core.randomness import state_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
@@ -289,7 +289,7 @@ class CutVariables:
         draw_first_values(module, places, self._devices)
         for one, piece, cut, sharding in zip(parameters, pieces, cuts, shardings, strict=True):
             if cut == axes.whole:
-                swap_tensor_impl(one, self._alike(one, piece))
+                swap_tensor_impl(one, in_place_of(one, piece))
             else:
                 self._note(self._known, one)
                 if not hooks_on_gradient(one):  # else the next run refuses it
@@ -379,12 +379,6 @@ class CutVariables:
             self._note(self._known, made)
             self._enter(made, entry.sharding, entry.cut, entry.shape, piece)
         return made
-
-    @staticmethod
-    def _alike(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(value, requires_grad=tensor.requires_grad)
-        return value.requires_grad_(tensor.requires_grad)
 
     @staticmethod
     def _piece_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

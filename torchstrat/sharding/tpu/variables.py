@@ -21,6 +21,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.pieces import in_place_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.tpu import _functorch_private as functorch
@@ -33,13 +34,6 @@ ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 
 _WHOLE = "{replicated}"
 """What a runtime calls a tensor that every device has whole."""
-
-
-def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` as what can take the place of ``tensor``."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(value, requires_grad=tensor.requires_grad)
-    return value.requires_grad_(tensor.requires_grad)
 
 
 class ValuesBefore:
@@ -146,7 +140,7 @@ class DeviceVariables:
         was_on_host = tensor.device != self._runtime.device
         if not was_on_host and not self.is_known(tensor) and self._runtime.sharding_of(tensor) not in ("", _WHOLE):
             # A deep copy of a cut variable: cut by what computes it, which no later annotation replaces.
-            swap_tensor_impl(tensor, _like(tensor, tensor.detach().cpu()))
+            swap_tensor_impl(tensor, in_place_of(tensor, tensor.detach().cpu()))
             was_on_host = True
         if was_on_host:
             gradient = tensor.grad
@@ -175,7 +169,7 @@ class DeviceVariables:
             )
         # Hooks belong to what a tensor object stands for, and would stay with the value that is left behind.
         hooks = hooks_on_gradient(tensor), hooks_after_accumulation(tensor)
-        swap_tensor_impl(tensor, _like(tensor, tensor.detach().to(self._runtime.device)))
+        swap_tensor_impl(tensor, in_place_of(tensor, tensor.detach().to(self._runtime.device)))
         give_hooks(tensor, *hooks)
 
     def _take_states(self) -> None:
