@@ -35,10 +35,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Cost(NamedTuple):
-    """Seconds per step, or per call."""
+    """Seconds per step, or per call; the most memory in bytes of each process, added up."""
 
     wall: float
     cpu: float
+    memory: float
 
 
 @dataclass(frozen=True)
@@ -70,28 +71,33 @@ def main() -> int:
 def all_subjects() -> dict[str, list[Subject]]:
     per_process = ("mirrored", "central_storage")
     in_process = ("mirrored_in_process", "central_storage_in_process")
-    servers = {"table": "A-sgd", "dense": "B-1+1", "functions": "C"}
+    servers = {"table": "A-sgd", "adagrad": "A-adagrad", "dense": "B-1+1", "dense_2": "B-2+2"}
+    servers |= {"functions": "C", "fetch": "C-one"}
     found = {name: [_step(name, one) for one in per_process] for name in ("mlp", "wide", "tiny")}
     found["in_process"] = [_step("in_process", one) for one in in_process]
     found["calls"] = [_step("calls", "empty_run")]
-    found |= {name: [_on_servers(workload)] for name, workload in servers.items()}
+    for name, workload in servers.items():
+        found[name] = [_on_servers(workload, "torchstrat")]
+        found[f"{name}_rpc"] = [_on_servers(workload, "torchstrat_rpc")]
     return found
 
 
 def _step(comparison: str, contender: str) -> Subject:
     def measure(root: Path) -> Cost:
         one = train_step.measure_once(contender, train_step.comparisons()[comparison], root)
-        return Cost(one.wall, one.cpu)
+        return Cost(one.wall, one.cpu, one.peak)
 
     return Subject(contender, measure)
 
 
-def _on_servers(workload: str) -> Subject:
-    def measure(root: Path) -> Cost:
-        one = ps_contenders.measure_once("torchstrat", [workload], root)
-        return Cost(one.wall, one.cpu)
+def _on_servers(workload: str, contender: str) -> Subject:
+    """``…_rpc``: without shared memory."""
 
-    return Subject(f"parameter servers {workload}", measure)
+    def measure(root: Path) -> Cost:
+        one = ps_contenders.measure_once(contender, [workload], root)
+        return Cost(one.wall, one.cpu, one.peak)
+
+    return Subject(f"{contender} {workload}", measure)
 
 
 @contextlib.contextmanager
@@ -151,14 +157,15 @@ def measure(subject: Subject, old: Path, rounds: int) -> dict[str, list[Cost]]:
 
 def report(title: str, costs: dict[str, list[Cost]]) -> None:
     print(f"\n{title}, {len(costs['old'])} rounds")
-    columns = "".join(f"{f'{kind} × old':>12}{'from':>8}{'to':>7}" for kind in Cost._fields)
-    print(f"{'':<12}{'wall ms':>10}{'CPU ms':>10}{columns}")
+    columns = "".join(f"{f'{kind} × old':>14}{'from':>8}{'to':>7}" for kind in Cost._fields)
+    print(f"{'':<12}{'wall ms':>10}{'CPU ms':>10}{'MiB':>8}{columns}")
     for name, measured in costs.items():
-        row = f"{name:<12}" + "".join(f"{statistics.median(kind) * 1e3:>10.3f}" for kind in zip(*measured, strict=True))
+        wall, cpu, memory = map(statistics.median, zip(*measured, strict=True))
+        row = f"{name:<12}{wall * 1e3:>10.3f}{cpu * 1e3:>10.3f}{memory / 2**20:>8.0f}"
         if name != "old":
             for kind, base in zip(zip(*measured, strict=True), zip(*costs["old"], strict=True), strict=True):
                 ratios = [value / other for value, other in zip(kind, base, strict=True)]
-                row += f"{statistics.median(ratios):>12.3f}{min(ratios):>8.3f}{max(ratios):>7.3f}"
+                row += f"{statistics.median(ratios):>14.3f}{min(ratios):>8.3f}{max(ratios):>7.3f}"
         print(row, flush=True)
 
 

@@ -1,7 +1,8 @@
 """One process of one measurement: ``python contenders.py NAME WORKLOAD``, started by ``train_step.py``.
 
 Every contender trains the same workload with the same plain step; they differ in who averages the gradients. Prints one
-JSON object: seconds of wall clock and of CPU (all threads of this process) per step.
+JSON object: seconds of wall clock and of CPU (all threads of this process) per step, and the most memory that this
+process has had, in bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ps_contenders import peak_bytes
 from workloads import WORKLOADS, Workload
 
 Step = Callable[[], Any]
@@ -197,7 +199,8 @@ def main(name: str, workload: Workload) -> None:
         own_cpu = time.process_time() - cpu  # before the barrier: waiting for the other is wall clock, not work
         _barrier()
         seconds = time.perf_counter() - wall
-        print(json.dumps({"wall": seconds / workload.steps, "cpu": own_cpu / workload.steps}), flush=True)
+        facts = {"wall": seconds / workload.steps, "cpu": own_cpu / workload.steps, "peak": peak_bytes(os.getpid())}
+        print(json.dumps(facts), flush=True)
         # All is measured. DDP on gloo now and then aborts while it is taken down (a thread that was not joined).
         os._exit(0)
 

@@ -12,6 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ps_contenders import peak_bytes
 from workloads import WORKLOADS
 
 workload = WORKLOADS[sys.argv[1]]
@@ -30,5 +31,7 @@ for step in range(-workload.warm_up_steps, workload.steps):
     optimizer.step()
 own_cpu = time.process_time() - cpu
 dist.barrier()
-print(json.dumps({"wall": (time.perf_counter() - wall) / workload.steps, "cpu": own_cpu / workload.steps}))
+seconds = time.perf_counter() - wall
+facts = {"wall": seconds / workload.steps, "cpu": own_cpu / workload.steps, "peak": peak_bytes(os.getpid())}
+print(json.dumps(facts))
 dist.destroy_process_group()

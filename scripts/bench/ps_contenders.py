@@ -45,6 +45,8 @@ class Measurement:
     cpu: float
     """CPU seconds per step, all processes together."""
     losses: list[float]
+    peak: int
+    """The most memory in bytes that each process has had, added up."""
     server_bytes: int
     """Resident memory of all servers, at the end."""
     idle_bytes: int
@@ -73,6 +75,7 @@ def measure_once(contender: str, arguments: Sequence[str], root: Path = ROOT) ->
             process.go_on()
         results = [process.listen("finished") for process in speaking]
         cpu = sum(map(cpu_seconds, pids)) - before
+        peak = sum(map(peak_bytes, pids))
         server_bytes = sum(map(resident_bytes, servers)) if workload.problem is not None else 0
         for process in speaking:
             process.go_on()
@@ -81,6 +84,7 @@ def measure_once(contender: str, arguments: Sequence[str], root: Path = ROOT) ->
         wall=max(result["wall"] for result in results),
         cpu=cpu / workload.steps / calls_of / results[0].get("repeated", 1),
         losses=results[0].get("losses", []),
+        peak=peak,
         server_bytes=server_bytes,
         idle_bytes=sum(one.get("idle_bytes", 0) for one in facts),
         held_bytes=results[0].get("held_bytes", 0),
@@ -205,6 +209,12 @@ def cpu_seconds(pid: int) -> float:
 def resident_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes(pid: int) -> int:
+    """Since the process's program began; `resource.getrusage` counts what it was forked from."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def _free_port() -> int:

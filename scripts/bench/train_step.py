@@ -44,6 +44,8 @@ class Measurement:
     """Seconds per step, of the slower process."""
     cpu: float
     """CPU seconds per step, all processes together."""
+    peak: int
+    """The most memory in bytes that each process has had, added up."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,11 @@ def measure_once(name: str, comparison: Comparison, root: Path = ROOT) -> Measur
         if process.returncode:
             raise SystemExit(f"{name} on {comparison.workload} failed:\n{complaint}")
     records = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
-    return Measurement(max(record["wall"] for record in records), sum(record["cpu"] for record in records))
+    return Measurement(
+        max(record["wall"] for record in records),
+        sum(record["cpu"] for record in records),
+        sum(record["peak"] for record in records),
+    )
 
 
 def environment(rank: int, size: int, port: int, root: Path = ROOT) -> dict[str, str]:

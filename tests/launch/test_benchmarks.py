@@ -176,7 +176,7 @@ def test_the_floors_spread_and_the_number_of_rounds(script: Any, walls: tuple[fl
     benchmark = script("parameter_server")
 
     def measured(wall: float) -> Any:
-        return benchmark.Measurement(wall, wall, [], server_bytes=0, idle_bytes=0, held_bytes=1)
+        return benchmark.Measurement(wall, wall, [], peak=0, server_bytes=0, idle_bytes=0, held_bytes=1)
 
     results = {"floor": [measured(wall) for wall in walls], "torchstrat": [measured(9.0 * wall) for wall in walls]}
     for name in ("A-sgd", "C"):
@@ -187,7 +187,7 @@ def test_another_training_than_the_floors_is_refused(script: Any, monkeypatch: p
     benchmark, losses = script("parameter_server"), {"floor": [0.7, 0.69], "torchstrat": [0.7, 0.68]}
 
     def measured(name: str, _: Any) -> Any:
-        return benchmark.Measurement(1.0, 1.0, losses[name], server_bytes=0, idle_bytes=0, held_bytes=1)
+        return benchmark.Measurement(1.0, 1.0, losses[name], peak=0, server_bytes=0, idle_bytes=0, held_bytes=1)
 
     monkeypatch.setattr(benchmark, "measure_once", measured)
     with pytest.raises(SystemExit, match="torchstrat trains something else than the floor"):
