@@ -1,4 +1,5 @@
-"""What a step makes and adapts to its replica's rows, on eight virtual devices: the steps of the unit tests."""
+"""What a step makes and adapts to its replica's rows, on eight virtual devices: the steps of the unit tests. And each
+replica's own gradients of variables."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from tests.tpu.models import make_strategy
 from tests.unit.test_tpu_own_leaves import LAYER, STEPS, loss_of
@@ -58,5 +61,30 @@ def test_a_kept_copy(is_trained: bool) -> None:
             second = strategy.reduce("mean", strategy.run(step, args=(next(batches),)), axis=None)
             assert float(first) == pytest.approx(float(second))
             assert torch.equal(kept["copy"][0].weight.cpu(), model[0].weight.cpu())
+    finally:
+        strategy.close()
+
+
+ACTIVATIONS = (F.relu, F.relu6, F.leaky_relu, F.elu, F.gelu, F.silu, F.hardswish, F.softplus, F.logsigmoid, torch.tanh)
+
+
+def gradients_through(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """``(activations, parameters)``."""
+    losses = [activation(layer(x)).square().mean() for activation in ACTIVATIONS]
+    each = [torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True) for loss in losses]
+    return torch.stack([torch.cat([one.flatten() for one in own]) for own in each])
+
+
+def test_each_replicas_gradients_of_variables_through_activations() -> None:
+    strategy = make_strategy(4, 2)
+    try:
+        torch.manual_seed(4)
+        plain = nn.Linear(3, 4, dtype=torch.float64)
+        with strategy.scope():
+            placed = copy.deepcopy(plain)
+        (given,) = strategy.distribute_dataset([ROWS - 0.5])
+        seen = strategy.run(lambda x: gradients_through(placed, x), args=(given,))
+        for own, rows in zip(strategy.local_results(seen), (ROWS - 0.5).split(2), strict=True):
+            torch.testing.assert_close(own.cpu(), gradients_through(plain, rows), rtol=1e-12, atol=1e-12)
     finally:
         strategy.close()

@@ -241,7 +241,7 @@ def others() -> Iterator[Same]:
     yield same(F.embedding_bag, indices(4, 3, 5), draws(3, 5), leaves=table, call=weighed)
     extreme = x.clone()
     extreme[0, 0, :3] = torch.tensor([0.0, 800.0, -800.0])
-    for func in (F.elu, F.celu, F.selu):
+    for func in (F.elu, F.celu, F.selu, F.relu):
         yield same(func, extreme)
 
 
@@ -264,7 +264,7 @@ def test_ends_of_a_spectrum_are_real(n: int) -> None:
 
 
 def test_activations_in_place() -> None:
-    for func in (F.elu, F.celu, F.selu):
+    for func in (F.elu, F.celu, F.selu, F.relu):
         x = draws(4, 5)
         changed = x.clone()
         assert replaced(func)(changed, inplace=True) is changed
@@ -435,6 +435,7 @@ MODULES: list[tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], Any]] = [
     (lambda: nn.ELU(), SEQUENCES, F.elu),
     (lambda: nn.CELU(), SEQUENCES, F.celu),
     (lambda: nn.SELU(), SEQUENCES, F.selu),
+    (lambda: nn.ReLU(), SEQUENCES, F.relu),
     (lambda: nn.PReLU(), SEQUENCES, F.prelu),
     (lambda: nn.Conv1d(4, 4, 3, groups=2), SEQUENCES, F.conv1d),
     (lambda: nn.Conv2d(4, 4, 3, groups=4, padding_mode="circular", padding=1), IMAGES, F.conv2d),

@@ -99,6 +99,14 @@ def logit(input: Tensor, eps: float | None = None) -> Tensor:
     return (torch.log(wide) - torch.log(1.0 - wide)).to(x.dtype)
 
 
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.relu`. The compiler refuses the original's gradient of several losses at once, which
+    `torch.autograd.grad` of each replica's own is."""
+    if inplace:
+        return input.copy_(relu(input.clone()))
+    return input.masked_fill(input <= 0, 0)  # what is no number stays so, and passes gradients on
+
+
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.hardsigmoid`."""
     x = input.clone() if inplace else input
@@ -185,6 +193,8 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), relu),
+    **dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), partial(relu, inplace=True)),
     F.hardsigmoid: hardsigmoid,
     F.hardswish: hardswish,
     F.threshold: threshold,
