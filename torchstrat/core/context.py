@@ -6,12 +6,13 @@ TensorFlow. Engines push a frame on the threads that run replicas.
 
 from __future__ import annotations
 
+import abc
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,19 +20,25 @@ from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, StrategyMixingError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp, parse_gather_axis
 from torchstrat.core.values import require_callable
-from torchstrat.core.variable.storage import Storage, VariablePlacement
+from torchstrat.core.variable.storage import VariableHome, VariablePlacement
 
 
-class StrategyLike(Protocol):
+class StrategyLike(abc.ABC):
     """A strategy, as the rooms below know it; programs have a `ts.Strategy`, which says what its methods do."""
 
+    extended: Any
+    _engine: ReplicaEngine
+    _home: VariableHome
+
     @property
+    @abc.abstractmethod
     def num_replicas_in_sync(self) -> int: ...
     @property
+    @abc.abstractmethod
     def is_chief(self) -> bool: ...
-    @property
-    def extended(self) -> Any: ...
+    @abc.abstractmethod
     def scope(self) -> AbstractContextManager[StrategyLike]: ...
+    @abc.abstractmethod
     def run(
         self,
         fn: Callable[..., object],
@@ -39,25 +46,12 @@ class StrategyLike(Protocol):
         kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> Any: ...
+    @abc.abstractmethod
     def reduce(self, reduce_op: ReduceOp | str, value: object, axis: object = None) -> Any: ...
+    @abc.abstractmethod
     def local_results(self, value: object) -> tuple[Any, ...]: ...
+    @abc.abstractmethod
     def distribute_dataset(self, dataset: object, options: Any = None) -> Any: ...
-
-    @property
-    def _engine(self) -> ReplicaEngine: ...
-    @property
-    def _closed(self) -> bool: ...
-    @property
-    def _wraps_values(self) -> bool: ...
-    @property
-    def _per_replica_input(self) -> Literal["honoured", "refused"]: ...
-    @property
-    def _variable_placement(self) -> VariablePlacement: ...
-    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage: ...
-    def _make_sharded_variable(
-        self, initial_value: object, name: object, shape: object, dtype: object, **kind: object
-    ) -> object: ...
-    def _variable_made(self, variable: Any) -> None: ...
 
 
 def engine_of(strategy: StrategyLike) -> ReplicaEngine:
@@ -65,17 +59,22 @@ def engine_of(strategy: StrategyLike) -> ReplicaEngine:
     return strategy._engine
 
 
+def home_of(strategy: StrategyLike) -> VariableHome:
+    """The part of a strategy that says where its variables live."""
+    return strategy._home
+
+
 def placement_of(strategy: StrategyLike) -> VariablePlacement:
-    return strategy._variable_placement
+    return home_of(strategy).placement
 
 
 def wraps_values(strategy: StrategyLike) -> bool:
     """Whether what its replicas return is handed out as `PerReplica`."""
-    return strategy._wraps_values
+    return placement_of(strategy) is not VariablePlacement.ONE
 
 
 def is_open(strategy: StrategyLike) -> bool:
-    return not strategy._closed
+    return not home_of(strategy).is_closed
 
 
 class _Frame(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import DistributedValues, PerReplica
-from torchstrat.core.variable.tensor_like import TensorLike
+from torchstrat.core.variable.tensor_like import TensorLike, open_tensor
 
 Axis = int | tuple[int, ...] | None
 
@@ -128,7 +128,8 @@ def as_tensor(value: object, call: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, TensorLike):
-        return value._lend()
+        lent: torch.Tensor = open_tensor(value)
+        return lent
     if is_python_number(value):
         return torch.tensor(int(value) if isinstance(value, bool) else value)  # Python adds bools up as 0 and 1
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object and value.dtype.kind not in "SUMmV":

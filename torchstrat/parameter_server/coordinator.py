@@ -6,14 +6,14 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from numpy.typing import NDArray
 
 from torchstrat.checkpoint.remote import attempts, connected
 from torchstrat.core import nest
-from torchstrat.core.context import StrategyLike, engine_of
+from torchstrat.core.context import StrategyLike, engine_of, home_of
 from torchstrat.core.errors import (
     CancelledByServerLossError,
     CommunicationTimeoutError,
@@ -65,6 +65,7 @@ from torchstrat.parameter_server.server_loss import (
     require_complete,
     require_kinds,
 )
+from torchstrat.parameter_server.variable_home import ServerHome
 from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 from torchstrat.parameter_server.waiting import held_back
 from torchstrat.parameter_server.worker.executor import current_worker_index
@@ -87,12 +88,6 @@ _Capture = Callable[[Callable[..., object], Iterable[object]], None]
 """Records what a function and its arguments reach."""
 
 
-class CoordinatedStrategy(StrategyLike, Protocol):
-    """A `ParameterServerStrategy`, as its coordinator knows it."""
-
-    def _coordinate(self, make: Callable[[Job, _Capture, str], ClusterCoordinator]) -> ClusterCoordinator: ...
-
-
 @short_tracebacks
 class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`, asynchronously, whatever happens to the workers.
@@ -109,19 +104,18 @@ class ClusterCoordinator:
     Raises `WrongTypeError` for another strategy, `CommunicationTimeoutError` if the servers cannot be found in time.
     """
 
-    strategy: CoordinatedStrategy
+    strategy: StrategyLike
 
-    def __new__(cls, strategy: CoordinatedStrategy) -> ClusterCoordinator:
-        if isinstance(strategy, type) or not hasattr(strategy, "_coordinate"):
+    def __new__(cls, strategy: StrategyLike) -> ClusterCoordinator:
+        home = home_of(strategy) if isinstance(strategy, StrategyLike) else None
+        if not isinstance(home, ServerHome):
             raise WrongTypeError(
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r:.80}. Other strategies run "
                 "functions themselves: call strategy.run."
             )
-        return strategy._coordinate(partial(cls._set_up, object.__new__(cls), strategy))
+        return home.coordinate(partial(cls._set_up, object.__new__(cls), strategy))
 
-    def _set_up(
-        self, strategy: CoordinatedStrategy, job: Job, capture: _Capture, on_server_loss: str
-    ) -> ClusterCoordinator:
+    def _set_up(self, strategy: StrategyLike, job: Job, capture: _Capture, on_server_loss: str) -> ClusterCoordinator:
         self.strategy, self._job, self._capture, self._policy = strategy, job, capture, on_server_loss
         self._resources = ResourceTable()
         self._functions = Remembered(job.catalog)
@@ -545,6 +539,11 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         return f"<ClusterCoordinator of {self.strategy!r}>"
+
+
+def take_in_losses(coordinator: ClusterCoordinator) -> None:
+    """What it was told of tasks that are gone holds when this returns."""
+    coordinator._dispatcher.take_in()
 
 
 @cache

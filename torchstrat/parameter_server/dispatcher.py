@@ -276,7 +276,7 @@ class Dispatcher:
             self._is_shared |= len(self._workers) > 1
         logger.debug("%s has joined.", peer)
         self._inbox.append(ev.WorkerJoined(peer.task.index, peer.incarnation))
-        self._take_in()
+        self.take_in()
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)
@@ -352,7 +352,7 @@ class Dispatcher:
                     self._moment_due = math.inf
                     self._inbox.append(ev.MomentPassed())
                 self._end_what_takes_too_long()
-            self._take_in()
+            self.take_in()
 
     def _look_at_time(self) -> None:
         """With the lock: which functions with a limit run now."""
@@ -375,7 +375,7 @@ class Dispatcher:
                     reason = f"function {function} ({work.value.name}) {ran}"
                     self._outbox.append(partial(self._job.membership.give_up, known.peer, reason))
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """Handle what has come, on the calling thread, which does not hold the lock."""
         with self._lock:
             try:
@@ -556,7 +556,7 @@ class Dispatcher:
 
     def _take(self, news: News) -> None:
         self._inbox.append(news)
-        self._take_in()
+        self.take_in()
 
     def _left_gradients(self, numbers: Sequence[int]) -> set[int]:
         """Of these parameters, once no function is half-way."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torchstrat.core import context
-from torchstrat.core.context import is_open
+from torchstrat.core.context import home_of, is_open
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.sparse_ids import ID_DTYPES, SparseIds, parse_sparse_ids, parse_weights
 from torchstrat.parameter_server.variables.sharded_indexing import check_ids, handle_of, spans_of, split_ids
@@ -178,22 +178,20 @@ def grow_rows(
         raise InvalidArgumentError(f"grow_rows got rows={rows}; tables only grow.")
     if init is not None and not callable(init):
         raise WrongTypeError(f"grow_rows got init={init!r:.80}; give it a function that fills rows.")
-    is_worker = getattr(context.get_strategy(), "_is_worker", False)
+    is_worker = home_of(context.get_strategy()).is_worker
     if is_worker or (context.has_strategy() and context.get_replica_context() is not None):
         raise ContextError(
             "grow_rows was called in a scheduled function, or within a replica; call it on the coordinator, between "
             "calls of schedule."
         )
     owner = _owner_of(weight)
-    grow = getattr(owner, "_grow_rows", None)
-    if grow is None:
+    if owner is None or not home_of(owner).grow_rows(weight, rows, init):
         held = "belongs to no strategy" if owner is None else f"belongs to a {type(owner).__name__}"
         raise UnsupportedError(
             f"grow_rows: the table of shape {tuple(weight.shape)} {held}, and tables grow on parameter servers alone. "
             "Save a checkpoint, make the larger table in a new program, restore the rest with strict=False, and copy "
             "the rows: new.weight[:old_rows] = old_weight, within torch.no_grad()."
         )
-    grow(weight, rows, init)
     if isinstance(table, nn.Embedding | nn.EmbeddingBag):
         table.num_embeddings = rows
 

@@ -9,7 +9,6 @@ from typing import Any, final
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.variable.storage import VariablePlacement
 from torchstrat.distributed.launcher import join_job
 from torchstrat.replicas.update_policies import ShardedUpdate
 from torchstrat.strategies.placement import check_collectives, place_replicas
@@ -53,8 +52,6 @@ class CentralStorageStrategy(Strategy):
 
     Raises `DeviceError` for devices that are repeated, unparsable or absent, when the strategy is built.
     """
-
-    _variable_placement = VariablePlacement.CENTRAL
 
     def __init__(
         self,

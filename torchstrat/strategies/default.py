@@ -9,7 +9,7 @@ from torchstrat.core import context
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import ValueContext
-from torchstrat.core.variable.storage import VariablePlacement
+from torchstrat.core.variable.storage import VariableHome, VariablePlacement
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.strategy import Strategy
@@ -47,12 +47,10 @@ class _DefaultExtended(StrategyExtended):
 class DefaultStrategy(Strategy):
     """What `get_strategy` returns outside of any scope, so that code written against a strategy runs without one."""
 
-    _wraps_values = False
-    _variable_placement = VariablePlacement.ONE
-
     def __init__(self) -> None:
-        self._engine = InProcessReplicas(self, ("cpu:0",), gradient_op=ReduceOp.MEAN)
-        self.extended = _DefaultExtended(self, ("cpu:0",), ("cpu:0",))
+        devices = ("cpu:0",)
+        engine = InProcessReplicas(self, devices, gradient_op=ReduceOp.MEAN)
+        self._set_up(engine, VariableHome(VariablePlacement.ONE, devices), devices, extended=_DefaultExtended)
 
     def _enter_scope(self) -> None:
         """It is in force already: a step that asks for the context finds the same one within the block as without."""

@@ -8,10 +8,9 @@ from typing import Any, final
 from torchstrat.core.devices import resolve_compute_devices
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.variable.storage import VariablePlacement
+from torchstrat.core.variable.storage import VariableHome, VariablePlacement
 from torchstrat.distributed.launcher import require_one_process
 from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 
@@ -31,10 +30,6 @@ class OneDeviceStrategy(Strategy):
     (torchrun, srun, mpirun, ``TF_CONFIG``) started several processes that are not ``independent``.
     """
 
-    _wraps_values = False
-    _per_replica_input = "refused"
-    _variable_placement = VariablePlacement.ONE
-
     def __init__(
         self,
         device: Any = None,
@@ -49,5 +44,5 @@ class OneDeviceStrategy(Strategy):
         spanning = "MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy"
         require_one_process("OneDeviceStrategy", independent, spanning)
         devices = resolve_compute_devices(None if device is None else [device], argument="device")[:1]
-        self._engine = InProcessReplicas(self, devices, gradient_op=op)
-        self.extended = StrategyExtended(self, devices, devices)
+        engine = InProcessReplicas(self, devices, gradient_op=op)
+        self._set_up(engine, VariableHome(VariablePlacement.ONE, devices), devices)

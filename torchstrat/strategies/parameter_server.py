@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import re
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, final
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core import nest
-from torchstrat.core._torch_private import optimizers_without_compiler
 from torchstrat.core.devices import resolve_compute_devices
-from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
-from torchstrat.core.variable.variable import Variable, storage_of
 from torchstrat.data.options import InputContext, InputOptions
 from torchstrat.distributed.cluster_resolver import ClusterResolver
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
+from torchstrat.distributed.cluster_spec import ClusterSpec
 from torchstrat.parameter_server.membership.cluster_checks import check_parameter_server_cluster
-from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.remote_value import DatasetForWorkers
-from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
+from torchstrat.parameter_server.server_loss import POLICIES
+from torchstrat.parameter_server.variable_home import CoordinatorHome, WorkerHome
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
-from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.parameter_server.worker import executor
 from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.strategies.extended import StrategyExtended
-from torchstrat.strategies.extended.destinations import join_places
 from torchstrat.strategies.strategy import DEFAULT_TIMEOUT, Strategy
 
 if TYPE_CHECKING:
-    from torchstrat.parameter_server.coordinator import ClusterCoordinator
-    from torchstrat.parameter_server.job import Job
     from torchstrat.parameter_server.membership.membership import Membership
     from torchstrat.parameter_server.variables.remote_access import ServerGroup
 
@@ -85,11 +68,7 @@ class ParameterServerStrategy(Strategy):
     ``TORCHSTRAT_SECRET_FILE`` names.
     """
 
-    _wraps_values = False
-    _per_replica_input = "refused"
-    _variable_placement = VariablePlacement.ONE
-    _servers: ServerGroup | None
-    _leaving: Callable[[], AbstractContextManager[None]]
+    _home: CoordinatorHome | WorkerHome
 
     def __init__(
         self,
@@ -115,7 +94,6 @@ class ParameterServerStrategy(Strategy):
         )
         if on_server_loss not in POLICIES:
             raise InvalidArgumentError(f'on_server_loss={on_server_loss!r} must be "raise" or "restore".')
-        self._on_server_loss = on_server_loss
         if not isinstance(cluster_resolver, ClusterResolver):
             raise WrongTypeError(
                 "ParameterServerStrategy needs a cluster resolver, such as "
@@ -131,105 +109,31 @@ class ParameterServerStrategy(Strategy):
         op = ReduceOp.parse(gradient_reduce_op)
         self._spec: ClusterSpec = cluster_resolver.cluster_spec()
         check_parameter_server_cluster(self._spec, cluster_resolver.task_type, cluster_resolver.task_id)
-        self._partitioner = variable_partitioner
-        self._rows_only = rows_only
-        self._kinds = Kinds(elementwise_optimizers)
-        self._timeout = timeout
-        self._membership = _membership
-        self._connected: Job | None = None
-        self._coordinator: ClusterCoordinator | None = None
-        self._lock = threading.RLock()
-        self._scopes: list[ExitStack] = []
-        self._beside: list[VariableSpec] = []
-        self._keeps_whole = False
-        self._hooked_counts: tuple[int, int, int] | None = None
-        self._is_worker, self._servers, self._leaving = False, None, nullcontext
-        self._set_up_engine("cpu:0", op, cluster_resolver)
+        engine = self._replica_on("cpu:0", op)
+        home = CoordinatorHome(
+            engine,
+            engine.device_of_replica(0),
+            self._spec,
+            variable_partitioner,
+            rows_only=rows_only,
+            kinds=Kinds(elementwise_optimizers),
+            on_server_loss=on_server_loss,
+            timeout=timeout,
+            membership=_membership,
+        )
+        self._set_up(engine, home, home.devices, cluster_resolver)
 
     def _become_worker(
         self, device: str, servers: ServerGroup, leaving: Callable[[], AbstractContextManager[None]]
     ) -> ParameterServerStrategy:
-        """Be what stands for the strategy in a scheduled function. ``servers``: as this worker calls them;
-        ``leaving``: a block whose gradients are left to them."""
-        self._leaving = leaving
-        self._is_worker, self._servers = True, servers
-        self._connected = self._coordinator = None
-        self._scopes, self._beside, self._keeps_whole = [], [], False
-        self._set_up_engine(device, ReduceOp.MEAN, None)
+        """Be what stands for the strategy in a scheduled function."""
+        engine = self._replica_on(device, ReduceOp.MEAN)
+        home = WorkerHome(engine.device_of_replica(0), servers, leaving)
+        self._set_up(engine, home, home.devices)
         return self
 
-    @property
-    def _variable_places(self) -> str:
-        if self._is_worker or self._connected is None:
-            return "parameter servers"
-        held = self._connected.held_bytes()
-        return ", ".join(f"ps {index} ({count:,} bytes)" for index, count in held.items())
-
-    @property
-    def _communication(self) -> str:
-        """From this process, the coordinator or a worker, to the servers that it knows; and how it could be."""
-        servers = self._servers if self._is_worker else self._connected and self._connected.servers
-        if not servers:
-            return "shared memory with tasks of the same host, torch.distributed.rpc with others; not connected yet"
-        indices: dict[str, list[str]] = {}
-        for index, way in servers.describe_ways().items():
-            indices.setdefault(way, []).append(str(index))
-        return "; ".join(f"{way} with ps {', '.join(which)}" for way, which in indices.items())
-
-    def _set_up_engine(self, device: str, op: ReduceOp, resolver: ClusterResolver | None) -> None:
-        devices = resolve_compute_devices([device], argument="device")
-        self._engine = InProcessReplicas(self, devices, gradient_op=op)
-        self.extended = StrategyExtended(self, devices, devices, resolver)
-
-    # -- the cluster ------------------------------------------------------------------------------------------------
-
-    @property
-    def _job(self) -> Job:
-        """The servers, and what is on them."""
-        with self._lock:
-            self._require_open()
-            if self._connected is None:
-                self._connected = self._make_job()
-            return self._connected
-
-    def _make_job(self) -> Job:
-        from torchstrat.parameter_server.job import Job
-        from torchstrat.parameter_server.membership.membership import ClusterMembership
-        from torchstrat.parameter_server.transport.auth import load_secret
-
-        seconds = self._timeout.total_seconds()
-        membership = self._membership or ClusterMembership(self._spec, load_secret(), timeout_seconds=seconds)
-        job = Job(
-            membership,
-            self._engine.registry,
-            self._spec.num_tasks(PARAMETER_SERVER),
-            self._spec.num_tasks(WORKER),
-            self._partitioner,
-            rows_only=self._rows_only,
-            kinds=self._kinds,
-            timeout_seconds=seconds,
-        )
-        _close_at_exit(self)
-        return job
-
-    def _coordinate(self, make: Callable[[Job, Callable[..., None], str], ClusterCoordinator]) -> ClusterCoordinator:
-        with self._lock:
-            if self._is_worker:
-                raise ContextError("a scheduled function runs on a worker, which has no ClusterCoordinator of its own.")
-            self._require_open()
-            if self._coordinator is None:
-                try:
-                    self._coordinator = make(self._job, self._capture, self._on_server_loss)
-                except BaseException:  # servers that are not there yet, Ctrl-C: who tries again begins anew
-                    job, self._connected = self._connected, None
-                    if job is not None:
-                        job.close(finished=False)
-                    raise
-            return self._coordinator
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ContextError("this ParameterServerStrategy was closed; its job is over. Make a new strategy.")
+    def _replica_on(self, device: str, op: ReduceOp) -> InProcessReplicas:
+        return InProcessReplicas(self, resolve_compute_devices([device], argument="device"), gradient_op=op)
 
     def close(self) -> None:
         """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
@@ -238,175 +142,35 @@ class ParameterServerStrategy(Strategy):
         Modules of the scope are ordinary ones after it, with the values that the servers had. Where these cannot be
         read any more, reading such a tensor is a `ContextError`.
         """
-        self._close(finished=True, brings=True)
-
-    def _close(self, *, finished: bool, brings: bool = False) -> None:
-        """``brings``: the program may go on to use the modules, which get the servers' values."""
-        self._closed = True
-        _open.discard(self)
-        if not self._is_worker and self._connected is not None:
-            # Imported here: checkpoints import what strategies are made of.
-            from torchstrat.checkpoint.writing import wait_for_saves
-
-            wait_for_saves()
-            job, self._connected = self._connected, None
-            job.close(finished=finished, brings=brings)
-        super().close()
+        if isinstance(self._home, CoordinatorHome):
+            self._home.close(finished=True, brings=True)
+        else:
+            super().close()
 
     # -- scope ------------------------------------------------------------------------------------------------------
 
     def _enter_scope(self) -> None:
-        if self._is_worker:
+        home = self._home
+        if isinstance(home, WorkerHome):
             raise ContextError(
                 "scope() was opened in a scheduled function. The coordinator creates variables; functions use them."
             )
         from torchstrat.parameter_server.coordinator import ClusterCoordinator
 
         super()._enter_scope()
-        stack = ExitStack()
         try:
             ClusterCoordinator(self)
-            if not self._scopes:
-                from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers
-
-                stack.enter_context(optimizers_without_compiler())
-                stack.enter_context(RecordInitialisers())  # type: ignore[no-untyped-call]
-                self._engine.registry.on_member = self._note_member
+            home.open_scope()
         except BaseException:
             super()._leave_scope(failed=True)
             raise
-        self._scopes.append(stack)
 
     def _leave_scope(self, *, failed: bool) -> None:
-        stack = self._scopes.pop()
-        stack.close()
-        if not self._scopes:
-            self._engine.registry.on_member = None
+        assert isinstance(self._home, CoordinatorHome)
+        self._home.close_scope()
         super()._leave_scope(failed=failed)
-        if not failed and not self._scopes:
-            self._job.seed = torch.initial_seed()
-            self._job.commit()
-            self._hook_state_dicts()
-
-    def _note_member(self, module: nn.Module, name: str, member: object) -> None:
-        if self._beside and isinstance(member, torch.Tensor):
-            self._job.variables.put_beside(member, self._beside[-1])
-
-    def _capture(self, fn: Callable[..., object], arguments: Iterable[object]) -> None:
-        """Record what a function reaches. Trained state that was not made in the scope is an error."""
-        registry = self._engine.registry
-        before = registry.counts
-        adopted = registry.adopt(fn, nest.leaves(list(arguments)))
-        if adopted:
-            registry.forget_since(before)  # or it would be there when the function is scheduled once more
-            raise InvalidArgumentError(
-                f"the function uses trainable variables that the scope has not seen: {', '.join(adopted)}. They are "
-                "not on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "
-                "optimizer, within `with strategy.scope():`, each in a module or an optimizer."
-            )
-        self._hook_state_dicts()
-
-    def _hook_state_dicts(self) -> None:
-        from torchstrat.parameter_server.variables.remote_variable import hook_module, hook_optimizer
-
-        registry = self._engine.registry
-        if registry.counts == self._hooked_counts:
-            return
-        self._hooked_counts = registry.counts
-        for module in registry.modules():
-            hook_module(self._job, module)
-        for optimizer in registry.optimizers():
-            hook_optimizer(self._job, optimizer)
-
-    def _pull(self, modules: list[nn.Module] | None) -> None:
-        def pull() -> None:
-            self._job.commit()
-            self._job.pull(modules)
-
-        if not self._is_worker:
-            self._job.servers.asking(pull)
-
-    def _grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> None:
-        from torchstrat.parameter_server.variables.coordinator_state import grow
-
-        self._job.servers.asking(lambda: grow(self._job, self._engine.registry, weight, rows, init))
-
-    # -- variables --------------------------------------------------------------------------------------------------
-
-    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
-        self._require_coordinator("Variable")
-        if not self._scopes:
-            return Cell(initial, device)
-        job = self._job
-        beside = self._beside[-1] if self._beside else None
-        spec = job.placement.place(
-            name, initial.shape, initial.dtype, "variable", with_variable=beside, may_split=False
-        )
-        job.add_variable(spec, initial)
-        access = CoordinatorAccess(job)
-        return RemoteStorage(spec, lambda: access)
-
-    def _variable_made(self, variable: Variable) -> None:
-        storage = storage_of(variable)
-        if isinstance(storage, RemoteStorage):
-            self._job.catalog.register(
-                variable, ("variable", storage.spec.number), recipe_of_variable(variable, storage)
-            )
-
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
-        self._require_coordinator("Variable")
-        if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
-            return None
-        from torchstrat.parameter_server.variables.sharded_variable import create_variable
-
-        def make(value: torch.Tensor, part_name: str | None) -> Variable:
-            self._keeps_whole = True
-            try:
-                return Variable(value, name=part_name, **kind)
-            finally:
-                self._keeps_whole = False
-
-        return create_variable(self._partitioner, initial_value, name, shape, dtype, make)
-
-    def _require_coordinator(self, what: str) -> None:
-        if self._is_worker:
-            raise InvalidArgumentError(
-                f"{what} was created in a scheduled function or a per-worker dataset function. Variables live on the "
-                "parameter servers; create them on the coordinator, within `with strategy.scope():`."
-            )
-
-    @contextmanager
-    def _colocating(self, variable: Any) -> Iterator[None]:
-        self._beside.append(self._spec_of(variable))
-        try:
-            yield
-        finally:
-            self._beside.pop()
-
-    def _spec_of(self, variable: object) -> VariableSpec:
-        if isinstance(variable, Variable):
-            storage = storage_of(variable)
-            if isinstance(storage, RemoteStorage):
-                return storage.spec
-        elif isinstance(variable, torch.Tensor):
-            self._job.variables.place_now(variable)
-            spec = self._job.variables.spec_of(variable)
-            if spec is not None:
-                return spec
-        elif isinstance(variable, ShardedVariable):
-            raise InvalidArgumentError(f"{variable!r:.80} has shards on several servers; name one of its .variables.")
-        raise InvalidArgumentError(f"{variable!r:.80} does not live on this strategy's parameter servers.")
-
-    def _place_of(self, variable: Any) -> str | None:
-        if isinstance(variable, torch.Tensor) and not self._is_worker:
-            return join_places(f"ps:{shard.server}" for shard in self._spec_of(variable).shards)
-        return None
-
-    def _device_named(self, name: str | torch.device) -> str:
-        """Also what `StrategyExtended.device_of` says, and TensorFlow's names of tasks."""
-        tasks = "|".join(ROLES)
-        names_task = isinstance(name, str) and re.match(rf"/job:({tasks})/|(({tasks}):\d+(, |$))+$", name)
-        return str(name) if names_task else super()._device_named(name)
+        if not failed:
+            self._home.commit_scope()
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
@@ -415,7 +179,7 @@ class ParameterServerStrategy(Strategy):
 
         On the coordinator it runs here, on the values of this moment, and logs a warning.
         """
-        if not self._is_worker:
+        if isinstance(self._home, CoordinatorHome):
             logger.warning(
                 "strategy.run was called on the coordinator, so it runs here and changes no variable on the servers. "
                 "Schedule a function that calls it: coordinator.schedule(fn)."
@@ -435,24 +199,17 @@ class ParameterServerStrategy(Strategy):
 
         On the coordinator it has no effect on functions that are scheduled in the block.
         """
-        with super().no_sync(), self._leaving():
+        leaving = self._home.leaving() if isinstance(self._home, WorkerHome) else nullcontext()
+        with super().no_sync(), leaving:
             yield
-
-    def _check_replicas(self, when: str) -> None:
-        if not when:  # TORCHSTRAT_CHECK is for whichever strategy is used, and has nothing to find here
-            raise UnsupportedError(
-                "check_replicas has nothing to compare on parameter servers: variables are on the servers once, and "
-                "workers' copies are as old as their last pull, by design. Read what the servers have with "
-                "strategy.extended.pull()."
-            )
 
     # -- input ------------------------------------------------------------------------------------------------------
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """A dataset for `ClusterCoordinator.create_per_worker_dataset`; on the coordinator it cannot be iterated."""
-        if self._is_worker:
+        if isinstance(self._home, WorkerHome):
             return super().distribute_dataset(dataset, options)
-        self._require_open()
+        self._home.require_open()
         return DatasetForWorkers(lambda: self.distribute_dataset(dataset, options))
 
     def distribute_datasets_from_function(
@@ -463,46 +220,25 @@ class ParameterServerStrategy(Strategy):
         ``dataset_fn`` sees one input pipeline; `ClusterCoordinator.get_current_worker_index` and
         `ClusterCoordinator.num_workers` let each worker read a part.
         """
-        if self._is_worker:
+        if isinstance(self._home, WorkerHome):
             return super().distribute_datasets_from_function(dataset_fn, options)
-        self._require_open()
+        self._home.require_open()
         return DatasetForWorkers(lambda: self.distribute_datasets_from_function(dataset_fn, options))
 
     def __repr__(self) -> str:
-        if self._is_worker:
+        if isinstance(self._home, WorkerHome):
             return "<ParameterServerStrategy on a worker>"
         tasks = ", ".join(f"{self._spec.num_tasks(job)} {job}" for job in self._spec.jobs)
         return f"<ParameterServerStrategy of {tasks}>"
 
     def _facts(self) -> Iterator[tuple[str, object]]:
-        if not self._is_worker:
+        if isinstance(self._home, CoordinatorHome):
             for job in self._spec.jobs:
                 yield job, ", ".join(address or "-" for address in self._spec.job_tasks(job))
-            yield "after the loss of a server", self._on_server_loss
-        yield "communication", self._communication
-        if self._closed:
+            yield "after the loss of a server", self._home.on_server_loss
+        yield "communication", self._home.communication
+        if self._home.is_closed:
             yield "state", "closed"
 
 
 executor.make_strategy = lambda *given: object.__new__(ParameterServerStrategy)._become_worker(*given)
-
-
-_open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
-
-
-def _close_at_exit(strategy: ParameterServerStrategy) -> None:
-    """An ordinary end of the program ends the job; a crash keeps the servers waiting for the next coordinator."""
-    atexit.unregister(_close_all)  # once, and before what was registered since
-    atexit.register(_close_all)
-    _open.add(strategy)
-
-
-def _close_all() -> None:
-    for strategy in list(_open):
-        strategy._close(finished=not _is_crashing())
-
-
-def _is_crashing() -> bool:
-    """Whether an exception ends the interpreter: then the next coordinator finds the variables as they are. Where a
-    person types (notebooks, ``python -i``) exceptions end nothing."""
-    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")

@@ -8,15 +8,21 @@ from datetime import timedelta
 from typing import Any
 
 from torchstrat.core import waiting
-from torchstrat.core.devices import local_devices, require_present, resolve_compute_devices, resolve_parameter_device
+from torchstrat.core.devices import (
+    local_devices,
+    require_present,
+    resolve_compute_devices,
+    resolve_parameter_device,
+    torch_device,
+)
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import DeviceError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.variable.storage import VariableHome, VariablePlacement
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
 from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
-from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.strategy import Strategy
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
@@ -107,14 +113,16 @@ def place_replicas(
     plan = None if plan is None or plan.size == 1 else plan
     found = resolve_compute_devices(devices, argument=argument) if plan is None else (own_device(devices, plan),)
     places = (resolve_parameter_device(home, found),) if isinstance(policy, PrimaryUpdate) else found
+    engine: ReplicaEngine
+    annotator, num_logical_devices = None, 1
     if plan is None:
         local = policy if isinstance(policy, LocalUpdate) else None
-        central = places[0] if isinstance(policy, PrimaryUpdate) else None
-        strategy._engine = InProcessReplicas(strategy, found, central, op, local)
+        central = torch_device(places[0]) if isinstance(policy, PrimaryUpdate) else None
+        engine = InProcessReplicas(strategy, found, central, op, local)
     elif logical is not None and logical.devices > 1:
         from torchstrat.sharding.dtensor.engine import replicas_of_processes
 
-        strategy._engine = strategy._annotator = replicas_of_processes(
+        engine = annotator = replicas_of_processes(
             strategy,
             plan,
             found[0],
@@ -124,11 +132,13 @@ def place_replicas(
             mesh_shape=logical.mesh_shape,
             rules=logical.rules,
         )
-        strategy._num_logical_devices = logical.devices
+        num_logical_devices = logical.devices
     else:
         through_host = isinstance(policy, ShardedUpdate) and (home is None or places[0].startswith("cpu"))
-        strategy._engine = _one_replica(strategy, policy, plan, found[0], op, timeout, collectives, through_host)
-    strategy.extended = StrategyExtended(strategy, found, places, resolver)
+        engine = _one_replica(strategy, policy, plan, found[0], op, timeout, collectives, through_host)
+    kind = VariablePlacement.CENTRAL if isinstance(policy, PrimaryUpdate) else VariablePlacement.MIRRORED
+    variables = VariableHome(kind, places)
+    strategy._set_up(engine, variables, found, resolver, annotator=annotator, num_logical_devices=num_logical_devices)
 
 
 def _one_replica(

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
-from torch import nn
 
 from torchstrat import data
 from torchstrat.core import context, nest, notebook_html
-from torchstrat.core.context import RunOptions, engine_of, require_run_options
-from torchstrat.core.devices import canonical
+from torchstrat.core.context import RunOptions, engine_of, require_run_options, wraps_values
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
@@ -31,11 +29,12 @@ from torchstrat.core.values import (
     require_kwargs,
     require_list_or_tuple,
 )
-from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
-from torchstrat.core.variable.variable import Variable
+from torchstrat.core.variable.storage import VariableHome
+from torchstrat.core.variable.variable import Variable, gathered, reduced
 from torchstrat.data.options import InputOptions
 from torchstrat.distributed.cluster import DEFAULT_TIMEOUT
-from torchstrat.sharding.annotations import LogicalDeviceMethods
+from torchstrat.replicas.state_kinds import PeriodicChecks
+from torchstrat.sharding.annotations import Annotator, LogicalDeviceMethods
 from torchstrat.strategies.extended import StrategyExtended
 from torchstrat.strategies.tf_names import SeedNames
 
@@ -88,13 +87,31 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             loss = strategy.reduce("mean", losses)
     """
 
-    _engine: ReplicaEngine
-    _closed: bool = False
     extended: StrategyExtended
     """The lower-level interface, for library code: `StrategyExtended`."""
 
     def __init__(self) -> None:
         raise TypeError("Strategy is an interface; create one of its implementations, such as ts.MirroredStrategy().")
+
+    def _set_up(
+        self,
+        engine: ReplicaEngine,
+        home: VariableHome,
+        worker_devices: tuple[str, ...],
+        resolver: object = None,
+        *,
+        annotator: Annotator | None = None,
+        num_logical_devices: int = 1,
+        extended: type[StrategyExtended] = StrategyExtended,
+    ) -> None:
+        """The end of each constructor: take the parts that differ from strategy to strategy."""
+        self._engine, self._home, self._cluster_resolver = engine, home, resolver
+        self._annotator, self._num_logical_devices = annotator, num_logical_devices
+        self._periodic_checks = PeriodicChecks.from_environment()
+        self.extended = extended(self, worker_devices)
+        context.strategies.add(self)
+        kind, replicas, places = type(self).__name__, ", ".join(worker_devices), ", ".join(home.devices)
+        logger.debug("%s is made: replicas here on %s, variables on %s.", kind, replicas, places)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +133,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     @property
     def cluster_resolver(self) -> Any:
         """The cluster resolver this strategy was made with, or None on a single machine."""
-        return self.extended._cluster_resolver
+        return self._cluster_resolver
 
     # -- scope ------------------------------------------------------------------------------------------------------
 
@@ -234,9 +251,9 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             require_run_options(options)
             context.require_cross(self, "run")
             result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
-            checks = self.extended._periodic_checks
+            checks = self._periodic_checks
             if checks is not None and (number := checks.is_due()):
-                self._check_replicas(f", after run {number}")
+                self._engine.check_replicas(f", after run {number}")
             return result
         except BaseException as error:
             shorten(error)
@@ -249,10 +266,6 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     ) -> object:
         """``options`` are about compiled steps."""
         return self._engine.run(fn, args, kwargs)
-
-    def _check_replicas(self, when: str) -> None:
-        """See `StrategyExtended.check_replicas`; ``when``: ends the error's first sentence."""
-        self._engine.check_replicas(when)
 
     @overload
     def reduce(
@@ -296,14 +309,14 @@ class Strategy(SeedNames, LogicalDeviceMethods):
                 "reduce with weighted=True got a Variable, which has no rows; leave weighted out, or pass what "
                 "strategy.run returned."
             )
-        if not self._wraps_values and not isinstance(leaf, DistributedValues):
+        if not wraps_values(self) and not isinstance(leaf, DistributedValues):
             return self._reduce_leaf(ReduceOp.MEAN, leaf, None)
         return self._engine.weighted_mean(leaf)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: object, axis: Axis) -> object:
         if isinstance(leaf, Variable):
-            return leaf._reduced(op, axis)
-        if axis is None and not self._wraps_values and not isinstance(leaf, torch.Tensor | DistributedValues):
+            return reduced(leaf, op, axis)
+        if axis is None and not wraps_values(self) and not isinstance(leaf, torch.Tensor | DistributedValues):
             return leaf  # one device has nothing to combine, and no reason to make an array or a variable a tensor
         return self._engine.reduce(op, leaf, axis)
 
@@ -321,7 +334,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return nest.map_structure(lambda leaf: self._gather_leaf(leaf, dim), value)
 
     def _gather_leaf(self, leaf: object, dim: int) -> object:
-        return leaf._gathered(dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
+        return gathered(leaf, dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
 
     @overload
     def local_results(self, value: DistributedValues[T]) -> tuple[T, ...]: ...
@@ -335,42 +348,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """Call ``value_fn(ValueContext)`` for each replica of this process; the results as `PerReplica` leaves."""
         context.require_not_mixed(self, "distribute_values_from_function")
         replicas = self._engine.local_replicas
-        values: PerReplica[T] = distribute_values(value_fn, self.num_replicas_in_sync, replicas, self._wraps_values)
+        values: PerReplica[T] = distribute_values(value_fn, self.num_replicas_in_sync, replicas, wraps_values(self))
         return values
-
-    _wraps_values = True
-    _per_replica_input: Literal["honoured", "refused"] = "honoured"
-    _variable_placement = VariablePlacement.MIRRORED
-
-    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
-        """Where a component of a new `Variable` is kept."""
-        return Cell(initial, device)
-
-    def _variable_made(self, variable: Variable) -> None:
-        """A `Variable` of this strategy is complete."""
-
-    def _make_sharded_variable(
-        self, initial_value: object, name: object, shape: object, dtype: object, **kind: object
-    ) -> object:
-        """What to make instead of a `Variable`; None where this strategy does not split variables.
-
-        ``kind``: the aggregation and the synchronization."""
-        return None
-
-    def _place_of(self, variable: object) -> str | None:
-        """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
-        return None
-
-    def _device_named(self, name: str | torch.device) -> str:
-        """The canonical form of a destination."""
-        return canonical(name)
-
-    def _colocating(self, variable: object) -> AbstractContextManager[None]:
-        """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
-        return nullcontext()
-
-    def _pull(self, modules: list[nn.Module] | None) -> None:
-        """Bring values into this process's tensors; here the tensors are the variables."""
 
     # -- input ------------------------------------------------------------------------------------------------------
 
@@ -402,7 +381,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
         A strategy whose replicas are all in this process may be used again afterwards; its threads then come back.
         """
-        self._closed = True
+        self._home.is_closed = True
         self._engine.close()
 
     def __enter__(self) -> NoReturn:
@@ -429,16 +408,6 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """A new strategy made with the same arguments."""
         return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
 
-    @property
-    def _variable_places(self) -> str:
-        """Who holds the variables, for people."""
-        return ", ".join(self.extended.parameter_devices)
-
-    @property
-    def _communication(self) -> str:
-        """See `ReplicaEngine.communication`."""
-        return self._engine.communication
-
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
         replicas = f"{count} replica{'' if count == 1 else 's'}"
@@ -454,8 +423,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         yield "variables on", _shortened(self.extended.parameter_devices)
         if self.num_logical_devices > 1:
             yield "logical devices of a replica", self.num_logical_devices
-        yield "communication", self._communication
-        if self._closed:
+        yield "communication", self._home.communication or self._engine.communication
+        if self._home.is_closed:
             yield "state", "closed"
 
 

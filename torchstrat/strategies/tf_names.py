@@ -32,10 +32,10 @@ WITHOUT_COUNTERPART = dict.fromkeys(
 """Names of ``tf.distribute`` that programs spell out and torchstrat lacks, and what to do instead."""
 
 
-class ExperimentalNames(LogicalDeviceMethods):
+class ExperimentalNames(LogicalDeviceMethods, StrategyLike):
     """The ``experimental_`` spellings of `Strategy`'s methods: the same functions under their second names."""
 
-    def experimental_distribute_dataset(self: StrategyLike, dataset: object, options: object = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: object, options: object = None) -> Any:
         """`Strategy.distribute_dataset`."""
         return self.distribute_dataset(dataset, options)
 
@@ -47,7 +47,7 @@ class ExperimentalNames(LogicalDeviceMethods):
         """`Strategy.distribute_values_from_function`."""
         return self.distribute_values_from_function(value_fn)
 
-    def experimental_local_results(self: StrategyLike, value: object) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """`Strategy.local_results`."""
         return self.local_results(value)
 
@@ -64,7 +64,7 @@ class ExperimentalNames(LogicalDeviceMethods):
         return self.assign_to_logical_device(tensor, logical_device_id)
 
     def experimental_run_v2(
-        self: StrategyLike,
+        self,
         fn: Callable[..., object],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -74,10 +74,10 @@ class ExperimentalNames(LogicalDeviceMethods):
         return self.run(fn, args, kwargs, options)
 
 
-class VersionOneCalls:
+class VersionOneCalls(StrategyLike):
     """What programs written for TensorFlow 1 call. All of it works on every strategy and under every launch."""
 
-    def experimental_run(self: StrategyLike, fn: Callable[..., object], input_iterator: object = None) -> Any:
+    def experimental_run(self, fn: Callable[..., object], input_iterator: object = None) -> Any:
         """`Strategy.run` of ``fn`` on what ``input_iterator.get_next()`` gives; without an iterator, on nothing.
 
         Raises `OutOfRangeError` at the end of the data. Every process has to call it.
@@ -90,12 +90,12 @@ class VersionOneCalls:
             batch = v1_iterators.next_of(input_iterator)
         return self.run(fn, args=(batch,))
 
-    def make_dataset_iterator(self: StrategyLike, dataset: object) -> InputIterator:
+    def make_dataset_iterator(self, dataset: object) -> InputIterator:
         """An iterator over the global batches of ``dataset``, split as by `Strategy.distribute_dataset`."""
         return InputIterator(distribute_dataset(self, self._engine.layout, dataset, None))
 
     def make_input_fn_iterator(
-        self: StrategyLike,
+        self,
         input_fn: Callable[..., object],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
@@ -103,9 +103,7 @@ class VersionOneCalls:
         is called once per replica and step. See `torchstrat.data.v1_iterators.make_input_fn_iterator`."""
         return v1_iterators.make_input_fn_iterator(self, self._engine.layout, input_fn, replication_mode)
 
-    def experimental_make_numpy_dataset(
-        self: StrategyLike, numpy_input: object, session: object = None
-    ) -> ArrayDataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object, session: object = None) -> ArrayDataset:
         """The rows of an array or a nest of arrays as a dataset, one element per row: batch it, then distribute it.
 
         Lists of arrays are stacked. ``session`` means nothing without graphs. Raises `ContextError` in a replica.
@@ -113,7 +111,7 @@ class VersionOneCalls:
         context.require_cross(self, "experimental_make_numpy_dataset")
         return v1_iterators.array_dataset(numpy_input)
 
-    def update_config_proto(self: StrategyLike, config_proto: object) -> Any:
+    def update_config_proto(self, config_proto: object) -> Any:
         """A copy of ``config_proto``, a mapping or an OmegaConf config, with what this strategy sets in it.
 
         That is ``isolate_session_state``: whether no other process shares this one's variables.
@@ -123,7 +121,7 @@ class VersionOneCalls:
         return changed
 
     def configure(
-        self: StrategyLike,
+        self,
         session_config: object = None,
         cluster_spec: object = None,
         task_type: object = None,
@@ -138,17 +136,17 @@ class VersionOneCalls:
         if session_config is not None:
             _set_settings(session_config, self)
 
-    def unwrap(self: StrategyLike, value: object) -> tuple[Any, ...]:
+    def unwrap(self, value: object) -> tuple[Any, ...]:
         """`Strategy.local_results`."""
         return self.local_results(value)
 
-    def group(self: StrategyLike, value: object, name: str | None = None) -> Any:
+    def group(self, value: object, name: str | None = None) -> Any:
         """The one component of ``value``. None where there are several: in a graph that would be an operation that
         runs them all, and here they have run."""
         components = self.local_results(value)
         return components[0] if len(components) == 1 and name is None else None
 
-    def colocate_vars_with(self: StrategyLike, colocate_with_variable: object) -> AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
         """`StrategyExtended.colocate_vars_with`."""
         return self.extended.colocate_vars_with(colocate_with_variable)  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from torchstrat.core.context import RunOptions
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.core.variable.storage import Cell, Storage, VariableHome, VariablePlacement
 from torchstrat.distributed.cluster import ClusterResolver
 from torchstrat.distributed.launcher import require_one_process
 from torchstrat.sharding.annotations import ShardingRules, check_mesh_shape
@@ -57,8 +57,7 @@ class TPUStrategy(Strategy):
             the first run: a sharding rule fits no parameter.
     """
 
-    _wraps_values = True
-    _variable_placement = VariablePlacement.CENTRAL
+    _engine: SpmdReplicas
 
     def __init__(
         self,
@@ -100,11 +99,9 @@ class TPUStrategy(Strategy):
         if assignment is None:
             assignment = _every_device_one_replica(system)
         self._assignment = assignment
-        self._system = system
         self._unchecked_rules = rules
-        self._num_logical_devices = assignment.num_cores_per_replica
         grid = _grid(system, assignment)
-        self._engine: SpmdReplicas = SpmdReplicas(
+        engine = SpmdReplicas(
             self,
             system.runtime,
             grid,
@@ -113,9 +110,15 @@ class TPUStrategy(Strategy):
             rules.sharding_for if rules is not None else None,
             max_different_graphs,
         )
-        self._annotator = _Annotator(self._engine, system, assignment)
-        devices = tuple(assignment.tpu_device(replica, 0) for replica in range(assignment.num_replicas))
-        self.extended = TpuExtended(self, devices, (self._engine.device_of_replica(0),), tpu_cluster_resolver)
+        self._set_up(
+            engine,
+            _Home(engine.device_of_replica(0), system.runtime),
+            tuple(assignment.tpu_device(replica, 0) for replica in range(assignment.num_replicas)),
+            tpu_cluster_resolver,
+            annotator=_Annotator(engine, system, assignment),
+            num_logical_devices=assignment.num_cores_per_replica,
+            extended=TpuExtended,
+        )
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -143,8 +146,16 @@ class TPUStrategy(Strategy):
             self._unchecked_rules = None
         return self._engine.run(fn, args, kwargs, options)
 
-    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
-        return Cell(initial, device, self._system.runtime.device)
+
+class _Home(VariableHome):
+    """One component for all replicas, where the runtime keeps tensors."""
+
+    def __init__(self, device: str, runtime: SpmdRuntime) -> None:
+        super().__init__(VariablePlacement.CENTRAL, (device,))
+        self._runtime = runtime
+
+    def make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        return Cell(initial, device, self._runtime.device)
 
 
 class _Annotator:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
-from torchstrat.core.context import engine_of
+from torchstrat.strategies import placement
 from torchstrat.testing import (
     cases_autograd,
     cases_batches,
@@ -87,12 +88,9 @@ IN_PROCESS: Mapping[str, Row] = dict(
 def _apart(count: int, **options: Any) -> Any:
     import torchstrat as ts
 
-    strategy = ts.CentralStorageStrategy(_cpus(count), "cpu:0", **options)
-    engine: Any = engine_of(strategy)
     # To torch ``cpu`` and ``cpu:0`` are different names, and tensors can go from one to the other.
-    engine._home = engine._components._parameter_device = torch.device("cpu", 0)
-    engine._runs_plainly = False
-    return strategy
+    with mock.patch.object(placement, "torch_device", torch.device):
+        return ts.CentralStorageStrategy(_cpus(count), "cpu:0", **options)
 
 
 APART: Mapping[str, Row] = {

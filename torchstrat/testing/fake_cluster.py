@@ -21,12 +21,15 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from torchstrat.core.context import home_of
 from torchstrat.core.errors import CommunicationTimeoutError
 from torchstrat.distributed.cluster_resolver import SimpleClusterResolver
 from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.parameter_server.coordinator import take_in_losses
 from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.membership import OnJoined, OnLost
 from torchstrat.parameter_server.server.service import VariableServer
+from torchstrat.parameter_server.variable_home import CoordinatorHome
 from torchstrat.parameter_server.worker.worker import FunctionWorker
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
 from torchstrat.testing.fake_network import FakeNetwork
@@ -92,8 +95,9 @@ class FakeCluster:
         for membership in list(self._memberships):
             membership.wait_until_lost(peer, timeout_seconds)
         for strategy in self._strategies:
-            if strategy._coordinator is not None:
-                strategy._coordinator._dispatcher._take_in()
+            home = home_of(strategy)
+            if isinstance(home, CoordinatorHome) and home.coordinator is not None:
+                take_in_losses(home.coordinator)
 
     def cut_off(self, worker: int, server: int) -> None:
         """From now on the worker that is there cannot reach that server, which lives and answers everybody else."""

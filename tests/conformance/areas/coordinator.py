@@ -24,6 +24,7 @@ from tests.conformance.clusters import (
 from tests.conformance.differences import returns
 from tests.conformance.harness import Case, Difference, outcome
 from tests.support.gates import close_gate, pass_gate
+from torchstrat.core.context import home_of
 from torchstrat.parameter_server import coordinator as coordinator_module
 
 
@@ -70,10 +71,10 @@ def fetch_of_a_nest(case: Case) -> Any:
 def created_by_scope(case: Case) -> dict[str, bool]:
     """Nothing public tells whether a strategy has a coordinator, here as in TensorFlow."""
     strategy = cluster_of(case).strategy()
-    before = strategy._coordinator
+    before = home_of(strategy).coordinator
     with strategy.scope():
         pass
-    return {"before_scope_none": before is None, "after_scope_none": strategy._coordinator is None}
+    return {"before_scope_none": before is None, "after_scope_none": home_of(strategy).coordinator is None}
 
 
 def none_in_output(case: Case) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def singleton(case: Case) -> dict[str, bool]:
     found = {"same": ts.ClusterCoordinator(strategy) is coordinator, "strategy_is": coordinator.strategy is strategy}
     strategy.close()
     with scoped.scope():
-        of_scope = scoped._coordinator
+        of_scope = home_of(scoped).coordinator
     return found | {"scope_creates_one": of_scope is not None and ts.ClusterCoordinator(scoped) is of_scope}
 
 

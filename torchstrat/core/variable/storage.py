@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from torchstrat.core import reduction
 from torchstrat.core._torch_private import sparse_count, sparse_indices, sparse_values
-from torchstrat.core.devices import torch_device
+from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, VariableKindError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
@@ -120,6 +122,62 @@ class Cell:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Cell:
         return Cell(self._tensor, self.device, self._place)
+
+
+class VariableHome:
+    """Where the variables of a strategy live: here, in this process, on ``devices``. Others override what differs."""
+
+    is_worker = False
+    """Whether another process makes the variables, and functions of this one use them."""
+
+    def __init__(self, placement: VariablePlacement, devices: tuple[str, ...]) -> None:
+        self.placement, self.devices = placement, devices
+        self.is_closed = False
+
+    @property
+    def places(self) -> str:
+        """Who holds the variables, for people."""
+        return ", ".join(self.devices)
+
+    @property
+    def communication(self) -> str | None:
+        """How variables are reached, for people; None: as replicas talk, see `ReplicaEngine.communication`."""
+        return None
+
+    def make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        """Where a component of a new `Variable` is kept."""
+        return Cell(initial, device)
+
+    def make_sharded(self, initial_value: object, name: object, shape: object, dtype: object, **kind: object) -> object:
+        """What to make instead of a `Variable`; None where variables are not split.
+
+        ``kind``: the aggregation and the synchronization."""
+        return None
+
+    def made(self, variable: object) -> None:
+        """A `Variable` is complete."""
+
+    def place_of(self, variable: object) -> str | None:
+        """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
+        return None
+
+    def device_named(self, name: str | torch.device) -> str:
+        """The canonical form of a destination."""
+        return canonical(name)
+
+    def colocating(self, variable: object) -> AbstractContextManager[None]:
+        """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
+        return nullcontext()
+
+    def pull(self, modules: list[nn.Module] | None) -> None:
+        """Bring values into this process's tensors; here the tensors are the variables."""
+
+    def grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> bool:
+        """Give a table more rows. False where tables do not grow."""
+        return False
+
+    def require_comparable(self) -> None:
+        """Raise `UnsupportedError` where the replicas' copies of variables differ by design."""
 
 
 def is_python_value(value: object) -> bool:

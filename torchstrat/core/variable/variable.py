@@ -15,7 +15,7 @@ import torch
 
 from torchstrat.core import context, reduction
 from torchstrat.core.communicator import Communicator, within
-from torchstrat.core.context import StrategyLike, engine_of, placement_of, wraps_values
+from torchstrat.core.context import StrategyLike, engine_of, home_of, placement_of, wraps_values
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import (
@@ -117,7 +117,7 @@ class Variable(TensorLike):
                 "a Variable is not trained: no optimizer sees it. Use torch.nn.Parameter for trained state."
             )
         strategy = context.get_strategy()
-        sharded = strategy._make_sharded_variable(
+        sharded = home_of(strategy).make_sharded(
             initial_value, name, shape, dtype, aggregation=aggregation, synchronization=synchronization
         )
         if sharded is not None:
@@ -156,14 +156,14 @@ class Variable(TensorLike):
             check_mirrored(self.name, self.aggregation, self.synchronization, initial.dtype)
         with within(f"the first value of Variable {self.name!r}"):
             initial = _agreed_initial(strategy, initial)
-        devices = strategy.extended._parameter_devices
-        places = devices if mirrored else devices[:1]
-        cells = tuple(strategy._make_storage(initial, device, self.name) for device in places)
+        home = home_of(strategy)
+        places = home.devices if mirrored else home.devices[:1]
+        cells = tuple(home.make_storage(initial, device, self.name) for device in places)
         self._fill(
             strategy, self.name, self.aggregation, self.synchronization, parse_shape(shape, initial), kind, cells
         )
         _number(strategy, self)
-        strategy._variable_made(self)
+        home.made(self)
 
     def _fill(
         self,
@@ -481,6 +481,25 @@ def variable_over(storage: Storage, strategy: StrategyLike, facts: VariableFacts
 def storage_of(variable: Variable) -> Storage:
     """Where its value is; in a replica that of its component, else that of the first."""
     return variable._cell()
+
+
+def belongs_to(variable: Variable, strategy: StrategyLike) -> bool:
+    return variable._strategy is strategy
+
+
+def reduced(variable: Variable, op: ReduceOp, axis: Axis) -> object:
+    """What `Strategy.reduce` gives for it."""
+    return variable._reduced(op, axis)
+
+
+def gathered(variable: Variable, dim: int) -> torch.Tensor:
+    """What `Strategy.gather` gives for it."""
+    return variable._gathered(dim)
+
+
+def central_component(variable: Variable) -> Variable:
+    """Of a variable in central storage its one component, as a variable of its own; any other as it is."""
+    return variable._view(variable._cells[0]) if variable._kind is VariablePlacement.CENTRAL else variable
 
 
 def container_of(value: object) -> Variable | None:

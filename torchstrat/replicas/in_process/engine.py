@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core import context, nest, reduction
 from torchstrat.core._torch_private import new_hook_key
-from torchstrat.core.context import ReplicaContext, StrategyLike, enter
+from torchstrat.core.context import ReplicaContext, StrategyLike, enter, wraps_values
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
 from torchstrat.core.errors import ContextError
@@ -77,15 +77,14 @@ class InProcessReplicas:
         self,
         strategy: StrategyLike,
         devices: tuple[str, ...],
-        parameter_device: str | None = None,
+        parameter_device: torch.device | None = None,
         gradient_op: ReduceOp = ReduceOp.MEAN,
         local: LocalUpdate | None = None,
     ) -> None:
         self._strategy = strategy
         self._devices = devices
         self._torch_devices = tuple(torch_device(device) for device in devices)
-        home = None if parameter_device is None else torch_device(parameter_device)
-        self._home = home
+        self._home = parameter_device
         self.registry = VariableRegistry(self._is_current)
         self.registry.looks_for_flat = len(devices) > 1
         self.gradient_op = gradient_op
@@ -93,7 +92,7 @@ class InProcessReplicas:
         self._rounds = [] if local is None else [LocalRounds(local, one, helpers) for one in range(len(devices))]
         self._ends_round: list[bool] = []  # of the replicas of the run that goes on
         self._local = None if local is None else LocalComponents(self.registry, self._torch_devices)
-        self._components = self._local or Components(self.registry, self._torch_devices, home)
+        self._components = self._local or Components(self.registry, self._torch_devices, parameter_device)
         self._process_settings = ProcessSettings()
         self._gradients = InProcessGradients(
             self._components, self.registry, gradient_op, len(devices), combines=local is None
@@ -130,7 +129,8 @@ class InProcessReplicas:
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
         self._counts = StepCounts()
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
-        self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0]) and local is None
+        at_home = parameter_device in (None, self._torch_devices[0])
+        self._runs_plainly = len(devices) == 1 and at_home and local is None
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class InProcessReplicas:
             worker_index=0,
             always_wrap=False,
             communicator=None,
-            per_replica_input=self._strategy._per_replica_input,
+            per_replica_input="honoured" if wraps_values(self._strategy) else "refused",
         )
 
     def device_of_replica(self, replica: int) -> str:

@@ -5,49 +5,32 @@ A destination is a device name, a variable, or a distributed value; the last two
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from torchstrat.core.communicator import within
-from torchstrat.core.context import StrategyLike, engine_of, wraps_values
+from torchstrat.core.context import StrategyLike, engine_of, home_of, wraps_values
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import DistributedValues, Mirrored
-from torchstrat.core.variable.variable import Variable, components_of, storage_of
+from torchstrat.core.variable.variable import Variable, components_of, reduced, storage_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-
-
-class ExtendedStrategy(StrategyLike, Protocol):
-    """A `Strategy`, as its `StrategyExtended` knows it."""
-
-    @property
-    def _communication(self) -> str: ...
-    @property
-    def _variable_places(self) -> str: ...
-    def _check_replicas(self, when: str) -> None: ...
-    def _colocating(self, variable: object) -> AbstractContextManager[None]: ...
-    def _device_named(self, name: str | torch.device) -> str: ...
-    def _place_of(self, variable: object) -> str | None: ...
-    def _pull(self, modules: list[nn.Module] | None) -> None: ...
-
 
 Places = str | list[tuple[int, str]]
 """One device, or a device for each of several replicas."""
 
 
-def reduce_to(strategy: ExtendedStrategy, reduce_op: ReduceOp | str, value: object, destinations: object) -> Any:
+def reduce_to(strategy: StrategyLike, reduce_op: ReduceOp | str, value: object, destinations: object) -> Any:
     """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
     op = ReduceOp.parse(reduce_op)
     places = _places(strategy, destinations)
     if not wraps_values(strategy):
         return value  # one replica: it is where it has to be
     if isinstance(value, Variable):
-        value = value._reduced(op, None)
+        value = reduced(value, op, None)
     elif not isinstance(value, Mirrored) or op is not ReduceOp.MEAN:
         with within("reduce_to"):
             value = engine_of(strategy).reduce(op, value, None)
@@ -55,7 +38,7 @@ def reduce_to(strategy: ExtendedStrategy, reduce_op: ReduceOp | str, value: obje
 
 
 def batch_reduce_to(
-    strategy: ExtendedStrategy, reduce_op: ReduceOp | str, pairs: Sequence[tuple[object, object]]
+    strategy: StrategyLike, reduce_op: ReduceOp | str, pairs: Sequence[tuple[object, object]]
 ) -> list[Any]:
     """`reduce_to` for each ``(value, destinations)`` pair, in order."""
     op = ReduceOp.parse(reduce_op)
@@ -64,7 +47,7 @@ def batch_reduce_to(
     return [reduce_to(strategy, op, value, destinations) for value, destinations in pairs]
 
 
-def broadcast_to(strategy: ExtendedStrategy, tensor: object, destinations: object) -> Any:
+def broadcast_to(strategy: StrategyLike, tensor: object, destinations: object) -> Any:
     """A copy of ``tensor`` at each destination. A Python number is everywhere already."""
     if isinstance(tensor, bool | int | float):
         return tensor
@@ -87,11 +70,11 @@ def _copy(value: object, device: str) -> object:
     return value.to(torch_device(device), copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _places(strategy: ExtendedStrategy, destinations: object) -> Places:
+def _places(strategy: StrategyLike, destinations: object) -> Places:
     if isinstance(destinations, str | torch.device):
         if destinations == "":
             raise InvalidArgumentError("destinations is an empty string; name a device, or pass a variable or a value.")
-        return strategy._device_named(destinations)
+        return home_of(strategy).device_named(destinations)
     if isinstance(destinations, ShardedVariable):
         place: str = strategy.extended.device_of(destinations)
         return place
@@ -109,11 +92,6 @@ def _places(strategy: ExtendedStrategy, destinations: object) -> Places:
     )
 
 
-def join_places(shards: Iterable[str]) -> str:
-    """The places of a variable's shards, in the order of its rows, each once."""
-    return ", ".join(dict.fromkeys(shards))
-
-
-def _of_replicas(strategy: ExtendedStrategy, replicas: tuple[int, ...]) -> Places:
+def _of_replicas(strategy: StrategyLike, replicas: tuple[int, ...]) -> Places:
     places = [(replica, engine_of(strategy).device_of_replica(replica)) for replica in replicas]
     return places[0][1] if strategy.num_replicas_in_sync == 1 else places

@@ -5,7 +5,6 @@ Functions run on every component of a variable: what `StrategyExtended.update` d
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import context, memory, nest
-from torchstrat.core.context import engine_of, enter, enter_cross, placement_of
+from torchstrat.core.context import StrategyLike, engine_of, enter, enter_cross, home_of, placement_of
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
@@ -24,19 +23,26 @@ from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import Mirrored, PerReplica, local_results, require_callable, select_replica
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
-from torchstrat.core.variable.variable import Variable, components_of, container_of, storage_of, updating
+from torchstrat.core.variable.variable import (
+    Variable,
+    belongs_to,
+    central_component,
+    components_of,
+    container_of,
+    storage_of,
+    updating,
+)
+from torchstrat.parameter_server.variable_home import join_places
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.replicas.state_kinds import PeriodicChecks
 from torchstrat.sharding.annotations import annotator_of
 from torchstrat.strategies.extended import destinations as placing
-from torchstrat.strategies.extended.destinations import ExtendedStrategy
 
 if TYPE_CHECKING:
     from torchstrat.sharding.dtensor.devices import Traffic
 
 
 def update(
-    strategy: ExtendedStrategy,
+    strategy: StrategyLike,
     var: object,
     fn: Callable[..., object],
     args: tuple[object, ...],
@@ -52,14 +58,14 @@ def update(
         )
     if components := components_of(var):
         return _for_each(strategy, lambda replica, *a, **k: fn(components[replica], *a, **k), args, kwargs, group)
-    if isinstance(var, Variable) and var._kind is VariablePlacement.CENTRAL:
-        var = var._view(var._cells[0])
+    if isinstance(var, Variable):
+        var = central_component(var)
     with torch.no_grad():  # a parameter may be edited in place
         return _once(strategy, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
 
 
 def update_non_slot(
-    strategy: ExtendedStrategy,
+    strategy: StrategyLike,
     fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
@@ -72,7 +78,7 @@ def update_non_slot(
 
 
 def _once(
-    strategy: ExtendedStrategy,
+    strategy: StrategyLike,
     fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
@@ -92,7 +98,7 @@ def _once(
 
 
 def _for_each(
-    strategy: ExtendedStrategy,
+    strategy: StrategyLike,
     fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
@@ -120,12 +126,9 @@ def _group(leaves: tuple[object, ...], replicas: tuple[int, ...]) -> Any:
     return Mirrored(leaves, replica_ids=replicas)
 
 
-def _opened(strategy: ExtendedStrategy, result: object) -> Any:
+def _opened(strategy: StrategyLike, result: object) -> Any:
     replicas = engine_of(strategy).local_replicas
     return nest.map_structure(lambda leaf: local_results(leaf, replicas), result)
-
-
-logger = logging.getLogger("torchstrat.strategy")
 
 
 @short_tracebacks
@@ -136,21 +139,9 @@ class StrategyExtended:
     otherwise the methods work in cross-replica context, and with several processes every one has to call them.
     """
 
-    def __init__(
-        self,
-        strategy: ExtendedStrategy,
-        worker_devices: tuple[str, ...],
-        parameter_devices: tuple[str, ...],
-        cluster_resolver: object = None,
-    ) -> None:
+    def __init__(self, strategy: StrategyLike, worker_devices: tuple[str, ...]) -> None:
         self._strategy = strategy
-        context.strategies.add(strategy)
         self._worker_devices = worker_devices
-        self._parameter_devices = parameter_devices
-        self._cluster_resolver = cluster_resolver
-        self._periodic_checks = PeriodicChecks.from_environment()
-        kind, replicas, places = type(strategy).__name__, ", ".join(worker_devices), ", ".join(parameter_devices)
-        logger.debug("%s is made: replicas here on %s, variables on %s.", kind, replicas, places)
 
     @property
     def _engine(self) -> ReplicaEngine:
@@ -166,7 +157,7 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices that hold variables."""
-        return self._parameter_devices
+        return home_of(self._strategy).devices
 
     @property
     def gradient_reduce_op(self) -> ReduceOp:
@@ -253,7 +244,7 @@ class StrategyExtended:
         """
         require_callable(fn, "update")
 
-        def across(strategy: ExtendedStrategy, *merged_args: object, **merged_kwargs: object) -> Any:
+        def across(strategy: StrategyLike, *merged_args: object, **merged_kwargs: object) -> Any:
             return update(strategy, var, fn, merged_args, merged_kwargs, group)
 
         if context.replica_of(self._strategy, "update") is None:
@@ -291,7 +282,7 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: object) -> bool:
         """Whether ``v`` is a variable of this strategy: made in its scope, or adopted by one of its runs."""
         if isinstance(v, Variable):
-            return v._strategy is self._strategy
+            return belongs_to(v, self._strategy)
         if isinstance(v, ShardedVariable):
             return all(map(self.variable_created_in_scope, v.variables))
         return isinstance(v, torch.Tensor) and v in self._engine.registry
@@ -308,7 +299,7 @@ class StrategyExtended:
                 "colocate_vars_with needs a variable created in this strategy's scope; got "
                 f"{type(colocate_with_variable).__name__} {colocate_with_variable!r:.80}."
             )
-        with self._strategy._colocating(colocate_with_variable):
+        with home_of(self._strategy).colocating(colocate_with_variable):
             yield
 
     def set_aggregation(self, module: nn.Module, name: str, aggregation: VariableAggregation | str) -> None:
@@ -335,7 +326,8 @@ class StrategyExtended:
         `NotImplementedError` on parameter servers, whose workers' copies differ by design.
         """
         context.require_cross(self._strategy, "check_replicas")
-        self._strategy._check_replicas("")
+        home_of(self._strategy).require_comparable()
+        self._engine.check_replicas("")
 
     def pull(self, model: nn.Module | None = None) -> None:
         """Bring the current values of ``model`` (None: of every variable) into this process's tensors.
@@ -344,7 +336,7 @@ class StrategyExtended:
         that takes memory without asking (modules of `torch.jit`, C++ extensions). On all other strategies the tensors
         are the variables, and nothing is done. Local.
         """
-        self._strategy._pull(None if model is None else [model])
+        home_of(self._strategy).pull(None if model is None else [model])
 
     def _require_scope(self, call: str) -> None:
         context.require_cross(self._strategy, call)
@@ -358,7 +350,7 @@ class StrategyExtended:
         the smallest name, which is returned; elsewhere on the devices of the replicas."""
         if placement_of(self._strategy) is VariablePlacement.CENTRAL:
             return self._smallest_name(var_list)
-        return self._parameter_devices
+        return home_of(self._strategy).devices
 
     def _smallest_name(self, var_list: Sequence[object]) -> object:
         registry = self._engine.registry
@@ -376,15 +368,15 @@ class StrategyExtended:
         if isinstance(variable, Variable):
             return storage_of(variable).device
         if isinstance(variable, ShardedVariable):
-            return placing.join_places(map(self.device_of, variable.variables))
+            return join_places(map(self.device_of, variable.variables))
         if not self.variable_created_in_scope(variable):
             raise InvalidArgumentError(f"device_of needs a variable of this strategy; got {variable!r:.80}.")
-        place = self._strategy._place_of(variable)
+        place = home_of(self._strategy).place_of(variable)
         if place is not None:
             return place
         replica = context.replica_of(self._strategy, "device_of")
         if replica is None or placement_of(self._strategy) is not VariablePlacement.MIRRORED:
-            return self._parameter_devices[0]
+            return home_of(self._strategy).devices[0]
         return self._engine.device_of_replica(replica)
 
     def describe(self) -> str:
@@ -393,11 +385,11 @@ class StrategyExtended:
 
         Local: any process may call it alone.
         """
-        engine = self._engine
+        engine, home = self._engine, home_of(self._strategy)
         return (
             f"{type(self._strategy).__name__}: {engine.num_replicas} replicas, {len(engine.local_replicas)} of them in "
-            f"this process on {', '.join(self.worker_devices)}; variables on {self._strategy._variable_places}; "
-            f"communication: {self._strategy._communication}"
+            f"this process on {', '.join(self.worker_devices)}; variables on {home.places}; "
+            f"communication: {home.communication or engine.communication}"
         )
 
     def estimate(self, model: nn.Module, optimizer: Optimizer | None = None) -> MemoryEstimate:

@@ -1,0 +1,367 @@
+"""What stands behind a `ParameterServerStrategy`: the job that the coordinator's process has, or a worker's servers."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from torchstrat.core import nest
+from torchstrat.core._torch_private import optimizers_without_compiler
+from torchstrat.core.engine import ReplicaEngine
+from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.core.variable.storage import Cell, Storage, VariableHome, VariablePlacement
+from torchstrat.core.variable.variable import Variable, storage_of
+from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.server_loss import CoordinatorAccess
+from torchstrat.parameter_server.variables.optimizer_state import Kinds
+from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.job import Job
+    from torchstrat.parameter_server.membership.membership import Membership
+    from torchstrat.parameter_server.variables.remote_access import ServerGroup
+
+C = TypeVar("C")
+
+
+class ServerHome(VariableHome):
+    """Variables live on parameter servers; the processes that use them are the coordinator and the workers."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(VariablePlacement.ONE, (device,))
+
+    @property
+    def servers(self) -> ServerGroup | None:
+        """Those that this process knows."""
+        raise NotImplementedError
+
+    @property
+    def places(self) -> str:
+        return "parameter servers"
+
+    @property
+    def communication(self) -> str:
+        """From this process to the servers that it knows; and how it could be."""
+        if not self.servers:
+            return "shared memory with tasks of the same host, torch.distributed.rpc with others; not connected yet"
+        indices: dict[str, list[str]] = {}
+        for index, way in self.servers.describe_ways().items():
+            indices.setdefault(way, []).append(str(index))
+        return "; ".join(f"{way} with ps {', '.join(which)}" for way, which in indices.items())
+
+    def device_named(self, name: str | torch.device) -> str:
+        """Also what `StrategyExtended.device_of` says, and TensorFlow's names of tasks."""
+        tasks = "|".join(ROLES)
+        names_task = isinstance(name, str) and re.match(rf"/job:({tasks})/|(({tasks}):\d+(, |$))+$", name)
+        return str(name) if names_task else super().device_named(name)
+
+    def require_comparable(self) -> None:
+        raise UnsupportedError(
+            "check_replicas has nothing to compare on parameter servers: variables are on the servers once, and "
+            "workers' copies are as old as their last pull, by design. Read what the servers have with "
+            "strategy.extended.pull()."
+        )
+
+    def coordinate(self, make: Callable[[Job, Callable[..., None], str], C]) -> C:
+        """The one coordinator of the strategy; ``make`` gets the job, what records functions, and `on_server_loss`."""
+        raise NotImplementedError
+
+
+class WorkerHome(ServerHome):
+    """For what stands for the strategy in a scheduled function. ``servers``: as this worker calls them; ``leaving``: a
+    block whose gradients are left to them."""
+
+    is_worker = True
+
+    def __init__(self, device: str, servers: ServerGroup, leaving: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(device)
+        self._servers, self.leaving = servers, leaving
+
+    @property
+    def servers(self) -> ServerGroup:
+        return self._servers
+
+    def make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        raise _created_on_worker()
+
+    def make_sharded(self, initial_value: object, name: object, shape: object, dtype: object, **kind: object) -> object:
+        raise _created_on_worker()
+
+    def coordinate(self, make: Callable[[Job, Callable[..., None], str], C]) -> C:
+        raise ContextError("a scheduled function runs on a worker, which has no ClusterCoordinator of its own.")
+
+
+def _created_on_worker() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "Variable was created in a scheduled function or a per-worker dataset function. Variables live on the "
+        "parameter servers; create them on the coordinator, within `with strategy.scope():`."
+    )
+
+
+class CoordinatorHome(ServerHome):
+    """For the coordinator's process: the servers, and what is on them. Nothing is contacted before `job` is needed."""
+
+    def __init__(
+        self,
+        engine: ReplicaEngine,
+        device: str,
+        spec: ClusterSpec,
+        partitioner: Callable[..., Any] | None,
+        *,
+        rows_only: bool | None,
+        kinds: Kinds,
+        on_server_loss: str,
+        timeout: timedelta,
+        membership: Membership | None,
+    ) -> None:
+        super().__init__(device)
+        self._engine, self._registry = engine, engine.registry
+        self._spec, self._partitioner = spec, partitioner
+        self._rows_only, self._kinds, self._timeout = rows_only, kinds, timeout
+        self._membership = membership
+        self.on_server_loss = on_server_loss
+        self._connected: Job | None = None
+        self.coordinator: Any = None
+        self._lock = threading.RLock()
+        self._scopes: list[ExitStack] = []
+        self._beside: list[VariableSpec] = []
+        self._keeps_whole = False
+        self._hooked_counts: tuple[int, int, int] | None = None
+
+    @property
+    def servers(self) -> ServerGroup | None:
+        return None if self._connected is None else self._connected.servers
+
+    @property
+    def places(self) -> str:
+        if self._connected is None:
+            return super().places
+        held = self._connected.held_bytes()
+        return ", ".join(f"ps {index} ({count:,} bytes)" for index, count in held.items())
+
+    # -- the cluster ------------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> Job:
+        with self._lock:
+            self.require_open()
+            if self._connected is None:
+                self._connected = self._make_job()
+            return self._connected
+
+    def _make_job(self) -> Job:
+        from torchstrat.parameter_server.job import Job
+        from torchstrat.parameter_server.membership.membership import ClusterMembership
+        from torchstrat.parameter_server.transport.auth import load_secret
+
+        seconds = self._timeout.total_seconds()
+        membership = self._membership or ClusterMembership(self._spec, load_secret(), timeout_seconds=seconds)
+        job = Job(
+            membership,
+            self._registry,
+            self._spec.num_tasks(PARAMETER_SERVER),
+            self._spec.num_tasks(WORKER),
+            self._partitioner,
+            rows_only=self._rows_only,
+            kinds=self._kinds,
+            timeout_seconds=seconds,
+        )
+        _close_at_exit(self)
+        return job
+
+    def coordinate(self, make: Callable[[Job, Callable[..., None], str], C]) -> C:
+        with self._lock:
+            self.require_open()
+            if self.coordinator is None:
+                try:
+                    self.coordinator = make(self.job, self._capture, self.on_server_loss)
+                except BaseException:  # servers that are not there yet, Ctrl-C: who tries again begins anew
+                    job, self._connected = self._connected, None
+                    if job is not None:
+                        job.close(finished=False)
+                    raise
+            return self.coordinator  # type: ignore[no-any-return]
+
+    def require_open(self) -> None:
+        if self.is_closed:
+            raise ContextError("this ParameterServerStrategy was closed; its job is over. Make a new strategy.")
+
+    def close(self, *, finished: bool, brings: bool = False) -> None:
+        """``brings``: the program may go on to use the modules, which get the servers' values."""
+        self.is_closed = True
+        _open.discard(self)
+        if self._connected is not None:
+            # Imported here: checkpoints import what strategies are made of.
+            from torchstrat.checkpoint.writing import wait_for_saves
+
+            wait_for_saves()
+            job, self._connected = self._connected, None
+            job.close(finished=finished, brings=brings)
+        self._engine.close()
+
+    # -- scope ------------------------------------------------------------------------------------------------------
+
+    def open_scope(self) -> None:
+        stack = ExitStack()
+        if not self._scopes:
+            from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers
+
+            stack.enter_context(optimizers_without_compiler())
+            stack.enter_context(RecordInitialisers())  # type: ignore[no-untyped-call]
+            self._registry.on_member = self._note_member
+        self._scopes.append(stack)
+
+    def close_scope(self) -> None:
+        self._scopes.pop().close()
+        if not self._scopes:
+            self._registry.on_member = None
+
+    def commit_scope(self) -> None:
+        """What was made in it goes to the servers, when the outermost one was left."""
+        if not self._scopes:
+            self.job.seed = torch.initial_seed()
+            self.job.commit()
+            self._hook_state_dicts()
+
+    def _note_member(self, module: nn.Module, name: str, member: object) -> None:
+        if self._beside and isinstance(member, torch.Tensor):
+            self.job.variables.put_beside(member, self._beside[-1])
+
+    def _capture(self, fn: Callable[..., object], arguments: Iterable[object]) -> None:
+        """Record what a function reaches. Trained state that was not made in the scope is an error."""
+        registry = self._registry
+        before = registry.counts
+        adopted = registry.adopt(fn, nest.leaves(list(arguments)))
+        if adopted:
+            registry.forget_since(before)  # or it would be there when the function is scheduled once more
+            raise InvalidArgumentError(
+                f"the function uses trainable variables that the scope has not seen: {', '.join(adopted)}. They are "
+                "not on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "
+                "optimizer, within `with strategy.scope():`, each in a module or an optimizer."
+            )
+        self._hook_state_dicts()
+
+    def _hook_state_dicts(self) -> None:
+        from torchstrat.parameter_server.variables.remote_variable import hook_module, hook_optimizer
+
+        registry = self._registry
+        if registry.counts == self._hooked_counts:
+            return
+        self._hooked_counts = registry.counts
+        for module in registry.modules():
+            hook_module(self.job, module)
+        for optimizer in registry.optimizers():
+            hook_optimizer(self.job, optimizer)
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def pull(self, modules: list[nn.Module] | None) -> None:
+        def pull() -> None:
+            self.job.commit()
+            self.job.pull(modules)
+
+        self.job.servers.asking(pull)
+
+    def grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> bool:
+        from torchstrat.parameter_server.variables.coordinator_state import grow
+
+        self.job.servers.asking(lambda: grow(self.job, self._registry, weight, rows, init))
+        return True
+
+    def make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        if not self._scopes:
+            return Cell(initial, device)
+        job = self.job
+        beside = self._beside[-1] if self._beside else None
+        spec = job.placement.place(
+            name, initial.shape, initial.dtype, "variable", with_variable=beside, may_split=False
+        )
+        job.add_variable(spec, initial)
+        access = CoordinatorAccess(job)
+        return RemoteStorage(spec, lambda: access)
+
+    def made(self, variable: Any) -> None:
+        storage = storage_of(variable)
+        if isinstance(storage, RemoteStorage):
+            self.job.catalog.register(
+                variable, ("variable", storage.spec.number), recipe_of_variable(variable, storage)
+            )
+
+    def make_sharded(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> object:
+        if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
+            return None
+        from torchstrat.parameter_server.variables.sharded_variable import create_variable
+
+        def make(value: torch.Tensor, part_name: str | None) -> Variable:
+            self._keeps_whole = True
+            try:
+                return Variable(value, name=part_name, **kind)
+            finally:
+                self._keeps_whole = False
+
+        return create_variable(self._partitioner, initial_value, name, shape, dtype, make)
+
+    @contextmanager
+    def colocating(self, variable: object) -> Iterator[None]:
+        self._beside.append(self._spec_of(variable))
+        try:
+            yield
+        finally:
+            self._beside.pop()
+
+    def _spec_of(self, variable: object) -> VariableSpec:
+        if isinstance(variable, Variable):
+            storage = storage_of(variable)
+            if isinstance(storage, RemoteStorage):
+                return storage.spec
+        elif isinstance(variable, torch.Tensor):
+            self.job.variables.place_now(variable)
+            spec = self.job.variables.spec_of(variable)
+            if spec is not None:
+                return spec
+        elif isinstance(variable, ShardedVariable):
+            raise InvalidArgumentError(f"{variable!r:.80} has shards on several servers; name one of its .variables.")
+        raise InvalidArgumentError(f"{variable!r:.80} does not live on this strategy's parameter servers.")
+
+    def place_of(self, variable: object) -> str | None:
+        if isinstance(variable, torch.Tensor):
+            return join_places(f"ps:{shard.server}" for shard in self._spec_of(variable).shards)
+        return None
+
+
+def join_places(shards: Iterable[str]) -> str:
+    """The places of a variable's shards, in the order of its rows, each once."""
+    return ", ".join(dict.fromkeys(shards))
+
+
+_open: weakref.WeakSet[CoordinatorHome] = weakref.WeakSet()
+
+
+def _close_at_exit(home: CoordinatorHome) -> None:
+    """An ordinary end of the program ends the job; a crash keeps the servers waiting for the next coordinator."""
+    atexit.unregister(_close_all)  # once, and before what was registered since
+    atexit.register(_close_all)
+    _open.add(home)
+
+
+def _close_all() -> None:
+    for home in list(_open):
+        home.close(finished=not _is_crashing())
+
+
+def _is_crashing() -> bool:
+    """Whether an exception ends the interpreter: then the next coordinator finds the variables as they are. Where a
+    person types (notebooks, ``python -i``) exceptions end nothing."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
