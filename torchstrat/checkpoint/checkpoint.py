@@ -16,6 +16,7 @@ from torch import nn
 from torchstrat.checkpoint.pieces import OWN
 from torchstrat.checkpoint.remote import Servers, servers_of
 from torchstrat.core import context, waiting
+from torchstrat.core.context import home_of
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.variable.tensor_like import TensorInShards
@@ -215,7 +216,7 @@ class Checkpoint:
     def _require_outside(self, call: str) -> None:
         here = context.get_replica_context()
         strategy = context.get_strategy()
-        if (here is not None and context.has_strategy()) or getattr(strategy, "_is_worker", False):
+        if (here is not None and context.has_strategy()) or home_of(strategy).is_worker:
             raise ContextError(
                 f"Checkpoint.{call} was called in a replica, or in a scheduled function; call it in the program around "
                 "them."

@@ -20,6 +20,7 @@ from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import InvalidArgumentError, VariableKindError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.core.values import Mirrored, PerReplica
+from torchstrat.core.variable.tensor_like import open_tensor
 
 
 class VariablePlacement(enum.Enum):
@@ -191,9 +192,7 @@ def to_tensor(value: object, dtype: torch.dtype | None, call: str) -> torch.Tens
     Tensors must have the dtype already. Python numbers, nested lists of them and arrays are converted where that keeps
     their kind: an integer may become floating, a floating number never an integer.
     """
-    current = getattr(value, "_lend", None)
-    if current is not None:
-        value = current()
+    value = open_tensor(value)
     if isinstance(value, Mirrored):
         value = value.values[0]
     if isinstance(value, torch.Tensor):
