@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import torchstrat as ts
 from tests.matrix import on_servers
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.variables import program_state
+from torchstrat.parameter_server.variables.cached_parameter import TensorCall
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
 from torchstrat.parameter_server.worker import local_variables
@@ -47,11 +49,22 @@ def _load(model: Any) -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
 
 
+def _by_module(model: Any) -> None:
+    F.batch_norm(_ROWS, model.second.x, torch.ones(4).double(), training=True)
+
+
+def _by_operator(model: Any) -> None:
+    torch.batch_norm(_ROWS, None, None, model.second.x, torch.ones(4).double(), True, 0.1, 1e-5, False)
+
+
+_ROWS = torch.arange(12, dtype=torch.float64).reshape(3, 4)
 READ = "read"
 IN_FUNCTION, ASSIGNED_THERE = "in place, in functions", "assigned in functions"
 OTHER_DTYPE = "assigned in functions, of another dtype"
 MOVED, EXCHANGED = "on the coordinator, moved to the other module", "on the coordinator, exchanged"
 ASSIGNED = "on the coordinator, assigned"
+BY_MODULE, BY_OPERATOR = "on the coordinator, by F.batch_norm", "on the coordinator, by torch.batch_norm"
+"""These change it without a trace in its version."""
 IN_FUNCTIONS: Mapping[str, Edit] = {
     IN_FUNCTION: lambda model: model.second.x.add_(1),
     ASSIGNED_THERE: _assign,
@@ -62,6 +75,8 @@ OUTSIDE: Mapping[str, Edit] = {
     "on the coordinator, in place": lambda model: model.second.x.add_(1),
     "on the coordinator, through .data": lambda model: model.first.x.data.mul_(3),
     "on the coordinator, load_state_dict": _load,
+    BY_MODULE: _by_module,
+    BY_OPERATOR: _by_operator,
     ASSIGNED: _assign,
     MOVED: _move,
     EXCHANGED: _exchange,
@@ -188,6 +203,11 @@ FAULTS = [
         "a buffer of another dtype is sent",
         switched_off(local_variables, "_require_form", lambda spec, value: None),
         _at(OWN, OTHER_DTYPE),
+    ),
+    PlantedFault(
+        "what leaves no trace in a version is not known by its call",
+        switched_off(TensorCall, "uncounted", property(lambda self: [])),
+        _at(OWN, BY_MODULE, BY_OPERATOR),
     ),
     PlantedFault(
         "buffers that take each other's place have the values that are here",

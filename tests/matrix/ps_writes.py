@@ -188,7 +188,7 @@ def _at(way: str, *columns: str, kind: str = "parameter", place: str = "2 worker
 
 def _note_versions_only(self: CachedVariable) -> bool:
     tensor = self.tensor()
-    return tensor is not None and tensor._version != self._version
+    return tensor is not None and tensor._version != self.version
 
 
 FAULTS = [

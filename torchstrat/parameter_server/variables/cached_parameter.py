@@ -183,6 +183,12 @@ class TensorCall:
         return any(isinstance(one, CachedTensor) for one in tensors_in(_targets(self.func, self.args, self.kwargs)))
 
     @property
+    def uncounted(self) -> list[Alias]:
+        """Those that it changes in place without a trace in a tensor's version."""
+        targets = tensors_in(_targets(self.func, self.args, self.kwargs)) if self.func in _BY_NORMS else ()
+        return [alias for one in targets if (alias := alias_of(one)) is not None]
+
+    @property
     def hands_out(self) -> bool:
         """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
         return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (DATA.__get__, _DATA_SET, _SET)
@@ -436,6 +442,19 @@ def _by_norm(input: object, running_mean: object, running_var: object, *rest: ob
     return (running_mean, running_var) if is_training else None
 
 
+def _by_native_norm(
+    input: object,  # noqa: A002
+    weight: object,
+    bias: object,
+    running_mean: object,
+    running_var: object,
+    training: object,
+    *_: object,
+    **__: object,
+) -> object:
+    return (running_mean, running_var) if training else None
+
+
 def _by_instance_norm(
     input: object,  # noqa: A002
     running_mean: object = None,
@@ -457,8 +476,12 @@ def _by_lookup(
     return None if max_norm is None else weight
 
 
-_MAY_WRITE: dict[object, Callable[..., object]] = {
+_BY_NORMS: dict[object, Callable[..., object]] = {
     F.batch_norm: _by_norm,
+    torch.batch_norm: _by_native_norm,
+    torch.native_batch_norm: _by_native_norm,
+}
+_MAY_WRITE: dict[object, Callable[..., object]] = _BY_NORMS | {
     F.instance_norm: _by_instance_norm,
     F.embedding: _by_lookup,
     F.embedding_bag: _by_lookup,

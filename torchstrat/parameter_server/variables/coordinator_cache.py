@@ -173,8 +173,7 @@ class CoordinatorCache:
         copy.note()
         copy.read_at = read_at
         copy.readings += 1
-        alias = alias_of(tensor)
-        if alias is not None:
+        if (alias := alias_of(tensor)) is not None:
             alias.unread = copy.readings
 
     def bring(self, copies: Sequence[CachedVariable]) -> None:
@@ -249,7 +248,10 @@ class CoordinatorCache:
             require_own_memory(call, self._copies.values())
             for copy in copies:
                 self.hand_out(copy)
-        return call.run()
+        result = call.run()
+        for copy in _copies_among(call.uncounted):
+            copy.version = None
+        return result
 
     def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         names = ", ".join(copy.spec.name for copy in copies)
@@ -424,9 +426,9 @@ class CoordinatorCache:
 
 class CachedVariable:
     """One variable's copy. ``read_at``: when it had the servers' value; None: it has another. ``readings``: how often
-    that was brought. ``before``: the servers' value, where what is written may leave no trace in the tensor's version.
-    ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have.
-    ``is_lost``: the job is over, and nobody can say what the value was."""
+    that was brought. ``version``: its tensor's at that time; ``before``: that value, where what is written may leave no
+    trace in the version. ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do
+    not have. ``is_lost``: the job is over, and nobody can say what the value was."""
 
     is_variable = True
 
@@ -440,7 +442,7 @@ class CachedVariable:
         self.is_asking = asks
         self.is_meta = tensor.is_meta
         self._tensor = weakref.ref(tensor)
-        self._version = version_of(tensor)
+        self.version: int | None = version_of(tensor)
         if asks:
             let_ask(tensor, self)
             if not self.is_meta and self.is_shared():  # with what was made before it was placed
@@ -469,7 +471,7 @@ class CachedVariable:
         tensor = self._tensor()
         if tensor is not None:
             with DisableTorchFunctionSubclass():
-                self._version = version_of(tensor)
+                self.version = version_of(tensor)
             self.is_replaced = False
             if self.before is not None:
                 self.keep_before()
@@ -486,7 +488,7 @@ class CachedVariable:
             return False
         return (
             self.is_replaced
-            or version_of(tensor) != self._version
+            or version_of(tensor) != self.version
             or (self.before is not None and not is_same(self.before, tensor))
         )
 
@@ -540,10 +542,9 @@ class CachedVariable:
             return False
         with DisableTorchFunctionSubclass():
             ids = read_rows(call, tensor)
-        if ids is None:
-            return False
-        cache.bring_rows(self, ids)
-        return True
+        if ids is not None:
+            cache.bring_rows(self, ids)
+        return ids is not None
 
     def require_value(self) -> None:
         if self.is_lost:
@@ -579,8 +580,7 @@ class CachedVariable:
 
     def read(self, alias: Alias) -> None:
         self.require_value()
-        cache = self._cache()
-        if cache is not None:
+        if (cache := self._cache()) is not None:
             self._bring(cache, [alias])
 
     def watch(self, result: object, cache: CoordinatorCache, *, hands_out: bool) -> None:
