@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from torchstrat.core._torch_private import own_buffers
+from torchstrat.core._torch_private import own_buffers, version_of
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import VariableAggregation
 
@@ -122,6 +122,13 @@ def parse_aggregation(value: object) -> VariableAggregation:
 def is_statistic(module: nn.Module, name: str) -> bool:
     """Whether it is one of torch's own running statistics, which the mean over replicas fits."""
     return isinstance(module, _NormBase) and name in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def batches_counted(module: nn.Module, name: str) -> int:
+    """Grows where one of torch's own running statistics may have been written: normalizing in training mode, which a
+    step may have set in between, leaves no trace in the version of any but the count of batches."""
+    count = own_buffers(module).get("num_batches_tracked") if is_statistic(module, name) else None
+    return 0 if count is None or count.is_inference() else version_of(count)
 
 
 def counts_rows(module: nn.Module, name: str, tensor: torch.Tensor | None) -> bool:

@@ -95,6 +95,21 @@ _instance_norm = partial(_convolution, partial(nn.InstanceNorm2d, affine=True, t
 _cumulative_batch_norm = partial(_convolution, partial(nn.BatchNorm2d, momentum=None))
 
 
+class _TrainsInForward(nn.Module):
+    """In evaluation mode before a step and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _batch_norm()
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.train()
+        y: torch.Tensor = self.inner(x)
+        self.eval()
+        return y
+
+
 class _ActivatedBatchNorm(nn.BatchNorm2d):
     """A subclass whose forward calls the function, as layers with an activation of their own do."""
 
@@ -318,6 +333,7 @@ CASES = (
     Case(
         "batch_norm_empty", partial(trained, _batch_norm), partial(images, (8, 1, 2, 1, 8)), expected=replicas_by_hand
     ),
+    Case("batch_norm_trains_in_forward", partial(trained, _TrainsInForward), _uneven_images, expected=replicas_by_hand),
     Case("batch_norm_uneven", partial(trained, _batch_norm), _uneven_images, expected=replicas_by_hand),
     Case(
         "batch_norm_cumulative_uneven",

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import own_buffers, version_of
-from torchstrat.core.buffer_rules import counts_rows
+from torchstrat.core.buffer_rules import batches_counted, counts_rows
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.gradients import shares
 from torchstrat.core.optimizers import stepped_by, wrapped_by
@@ -329,6 +329,7 @@ class ProcessBuffers:
         self._weights = weights
         self._training_before = {id(module) for module in members.modules if module.training}
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
+        self._batches: dict[tuple[int, str], int] = {}
         self._counts: dict[tuple[int, str], float] = {}
         self._before: dict[tuple[int, str], torch.Tensor] = {}
         self._kept: list[tuple[BufferSlot, torch.Tensor, torch.Tensor]] = []
@@ -341,6 +342,7 @@ class ProcessBuffers:
             self._kept.append((slot, tensor, tensor.detach().clone()))
         if not module.training:
             self._noted[id(module), name] = (tensor, 0 if tensor is None else version_of(tensor))
+            self._batches[id(module), name] = batches_counted(module, name)
         if counts_rows(module, name, tensor):
             self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
         if self._rules and tensor is not None and self._rules.needs_before(module, name):
@@ -354,7 +356,10 @@ class ProcessBuffers:
                 tensor.data.copy_(copy)
 
     def _is_training(self, slot: BufferSlot) -> bool:
-        return slot.module.training or id(slot.module) in self._training_before
+        module, before = slot.module, self._batches.get((id(slot.module), slot.name))
+        if module.training or id(module) in self._training_before:
+            return True
+        return before is not None and batches_counted(module, slot.name) != before
 
     def _may_differ(self, slot: BufferSlot) -> bool:
         """Buffers of modules in evaluation mode hardly ever change, so they are not read unless something shows it."""
