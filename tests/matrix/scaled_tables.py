@@ -109,6 +109,10 @@ def _read(net: Net, batch: Batch, read: Callable[[torch.Tensor], torch.Tensor]) 
     return _loss(found, net, batch) + _scores(net, found, read(net.weight.requires_grad_(False)))
 
 
+def _renewed(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, dtype=weight.dtype).new_tensor(weight)
+
+
 def _copied(weight: torch.Tensor) -> torch.Tensor:
     return torch.asarray(weight, copy=True, requires_grad=False)
 
@@ -331,6 +335,7 @@ ROWS: Mapping[str, Row] = {
     "used by .data": Row(_data, REFUSED),
     "used by a view from before": Row(_view_before, REFUSED),
     "used by torch.asarray": Row(partial(_read, read=_copied), REFUSED),
+    "used by new_tensor": Row(partial(_read, read=_renewed), REFUSED),
     "used by as_subclass": Row(partial(_read, read=lambda weight: weight.as_subclass(torch.Tensor)), REFUSED),
     "a buffer is looked up": Row(_buffer, OF_BUFFER),
     "used by a view from before, in the first run": Row(_view_before, REFUSED, runs=1),
@@ -444,9 +449,12 @@ FAULTS = (
         cells_at("a merge_call", "nn.Embedding"),
     ),
     PlantedFault(
-        "torch.asarray asks nobody",
+        "what makes tensors of others asks nobody",
         switched_off(scaling_lookups, "have_readers_ask", lambda kind: lambda: None),
-        cells_at("used by torch.asarray", "nn.Embedding", "mirrored x2"),
+        (
+            *cells_at("used by torch.asarray", "nn.Embedding", "mirrored x2"),
+            *cells_at("used by new_tensor", "nn.Embedding", "mirrored x2"),
+        ),
     ),
     PlantedFault(
         "a function that has been compiled keeps its lookups",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +103,26 @@ READS: dict[str, Callable[[Job], torch.Tensor]] = {
     ),
     "jit.trace": lambda job: torch.jit.trace(_Product(job.weight), torch.eye(4))(torch.eye(4)).T,
     "torch.save": lambda job: _saved(job.model)[0].weight,
+    "torch.tensor": lambda job: torch.tensor(job.weight),
+    "torch.tensor of a list": lambda job: torch.tensor([list(row) for row in job.weight.requires_grad_(False)]),
+    "torch.as_tensor": lambda job: torch.as_tensor(data=job.weight, dtype=torch.float64),
+    "torch.asarray": lambda job: torch.asarray(obj=job.weight, copy=True, requires_grad=False),
+    "torch.Tensor": lambda job: torch.Tensor(job.weight),
+    "a class derived of it": lambda job: _Marked(job.weight),
+    "new_tensor": lambda job: torch.zeros(1).new_tensor(job.weight),
+    "new": lambda job: torch.zeros(1).new(job.weight),
+    "set_": lambda job: torch.zeros(1).set_(job.weight),
+    "sparse_coo_tensor": lambda job: torch.sparse_coo_tensor(
+        torch.arange(3)[None], job.weight, check_invariants=False
+    ).to_dense(),
+    "nested_tensor": lambda job: torch.nested.nested_tensor([job.weight]).unbind()[0],
+    "to_dlpack": lambda job: torch.from_dlpack(torch.utils.dlpack.to_dlpack(job.weight.requires_grad_(False))),
+    "torch.full": lambda job: torch.full((3, 4), job.weight[0, 0].detach()) + job.first - job.first[0, 0],
 }
+
+
+class _Marked(torch.Tensor):
+    """Made by the constructor of its base."""
 
 
 class _Product(nn.Module):
@@ -120,13 +141,50 @@ def _saved(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:To copy construct", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_has_what_functions_have_trained(read: Callable[[Job], torch.Tensor], job: Job) -> None:
     job.train()
     assert equal(read(job), job.trained())
     job.train()
     assert equal(read(job), job.trained(2))
+
+
+def test_what_a_constructor_makes_of_a_parameter_follows_it(job: Job) -> None:
+    made = [torch.Tensor(job.weight), torch.zeros(1).new(job.weight), torch.zeros(1).set_(job.weight)]
+    job.train()
+    assert all(equal(one, job.trained()) for one in made)
+    for one in made:
+        _fill(one, lambda weight: weight.add_(1))
+    assert equal(job.on_servers(), job.trained() + 3)
+
+
+def test_what_makes_tensors_is_pytorchs_for_who_looks_at_functions(job: Job) -> None:
+    """Compilers and modes know functions by what they are."""
+
+    def makes(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0]) + x.new_tensor([1.0, 2.0]) + torch.full_like(x, 2.0) + torch.Tensor([1, 2])
+
+    def makes_in_script(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0]) + torch.full_like(x, 2.0)
+
+    x = torch.ones(2)
+    assert equal(torch.compile(makes, backend="aot_eager", fullgraph=True)(x), makes(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert equal(torch.jit.script(makes_in_script)(x), makes_in_script(x))
+    with torch.device("meta"):
+        assert torch.tensor(1.0).is_meta
+    assert type(_Marked([1.0])) is type(pickle.loads(pickle.dumps(_Marked([1.0])))) is _Marked
+
+
+def test_what_reads_tensors_is_pytorchs_again_after_close() -> None:
+    pytorchs = torch.tensor
+    with FakeCluster(workers=1, ps=1) as cluster:
+        job = Job(cluster)
+        assert torch.tensor is not pytorchs
+        job.strategy.close()
+    assert torch.tensor is pytorchs
 
 
 def test_a_thread_reads_what_functions_have_trained(job: Job) -> None:

@@ -177,6 +177,27 @@ def test_every_attribute_of_tensors_with_more_arguments(kind: str) -> None:
     assert check_all(STAND_INS[kind], more_arguments(), [True, False]) > 1000
 
 
+NOT_REPLACED = {"sparse_values_without_sizes"}
+"""By the constructor of one dtype."""
+
+
+@pytest.mark.parametrize("make", [layer, Buffer])
+def test_what_makes_a_tensor_of_one_that_is_not_there_brings_it(make: Callable[[], nn.Module]) -> None:
+    others = [one for one in attributes() if one.place == "of_another" and one.name not in NOT_REPLACED]
+
+    def check(box: Box) -> list[str]:
+        found = {}
+        for one, tensor in zip(others, box.tensors(), strict=True):
+            assert type(tensor).__name__.startswith("Pending")
+            kind = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+            plain = START.clone() if kind is torch.Tensor else kind(START.clone())
+            found[one.key] = complaint(one.key, call(tensor, one, (), True), call(plain, one, (), True))
+        return [f"{key}: {says}" for key, says in found.items() if says]
+
+    with on_servers(lambda: Box(make, len(others))) as program:
+        assert not program.run(check, program.made)
+
+
 # -- lookups, wherever they are made -----------------------------------------------------------------------------------
 
 WIDTH = 4

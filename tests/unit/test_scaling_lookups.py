@@ -52,6 +52,11 @@ USES = {
     "tensor": lambda weight: torch.tensor(weight),
     "as_tensor": lambda weight: torch.as_tensor(weight),
     "asarray": lambda weight: torch.asarray(weight),
+    "TensorBase": lambda weight: torch.Tensor(weight),
+    "new_tensor": lambda weight: torch.zeros(1).new_tensor(weight),
+    "new": lambda weight: torch.zeros(1).new(weight),
+    "set_": lambda weight: torch.zeros(1).set_(weight),
+    "sparse_coo_tensor": lambda weight: torch.sparse_coo_tensor(torch.arange(6)[None], weight),
     "as_subclass": lambda weight: weight.as_subclass(torch.Tensor),
     "detach": lambda weight: nn.ParameterList([weight]).state_dict(),
 }

@@ -1,11 +1,10 @@
 """The names of torch.nn.functional that are not public API, looked up when this file is imported.
 
-A lookup with ``max_norm`` is heard of by them, and what reads its table by functions of torch that ask no class.
+A lookup with ``max_norm`` is heard of by them.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -69,34 +68,3 @@ def _scale_rows_and_tell(weight: torch.Tensor, input: torch.Tensor, max_norm: fl
 def _tell_of_lookup(table: torch.Tensor, max_norm: float, norm_type: float) -> None:
     for hook in tuple(_lookup_hooks.values()):
         hook(table, max_norm, norm_type)
-
-
-def _asking_reader(read: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(read)
-    def asked(data: Any, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = type(data)
-        if issubclass(kind, tuple(_asked_by_readers)):
-            return kind.__torch_function__(read, (kind,), (data, *args), kwargs)
-        return read(data, *args, **kwargs)
-
-    return uncompiled(asked)
-
-
-_asked_by_readers: list[type] = []
-_readers = {name: look_up(name) for name in ("tensor", "as_tensor", "asarray")}
-_asking_readers = {name: _asking_reader(read) for name, read in _readers.items()}
-
-
-def have_readers_ask(kind: type[torch.Tensor]) -> Callable[[], None]:
-    """Until what this returns is called, `torch.tensor`, `torch.as_tensor` and `torch.asarray`, which ask no class
-    about a tensor that they read, ask this one."""
-    if not _asked_by_readers:
-        vars(torch).update(_asking_readers)
-    _asked_by_readers.append(kind)
-
-    def end() -> None:
-        _asked_by_readers.remove(kind)
-        if not _asked_by_readers:
-            vars(torch).update(_readers)
-
-    return end

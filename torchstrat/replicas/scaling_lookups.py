@@ -12,7 +12,7 @@ Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run 
 Nor may a replica that looks nothing up use a table in which another one has looked rows up by then. That is known of
 replicas in one process.
 
-Not told: what asks no class (``torch.Tensor(weight)``, ``other.new_tensor(weight)``, C++ extensions); and of a table in
+Not told: what asks no class (C++ extensions, ``from torch import tensor`` before the run); and of a table in
 none of these modules, before its first lookup in any run, what other replicas have done, and what ``.data`` has given.
 """
 
@@ -31,12 +31,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat.core._functional_private import (
-    have_readers_ask,
-    put_lookup_hook,
-    remove_lookup_hook,
-    watch_scaling_lookups,
-)
+from torchstrat.core._functional_private import put_lookup_hook, remove_lookup_hook, watch_scaling_lookups
+from torchstrat.core._readers_private import have_readers_ask
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
     base_of,
@@ -167,8 +163,8 @@ class _Group:
         if func in _ASKS_FORM or func in _DIFFERENTIATES or (is_inside and func in _READS_ROWS):
             return
         name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__", "__delete__"):
-            name = func.__self__.__name__  # type: ignore[attr-defined]  # the property
+        if name in ("__get__", "__set__", "__delete__", "__new__"):
+            name = func.__self__.__name__  # type: ignore[attr-defined]  # the property, or the class
         if not self.is_used:
             if not (func in _LOOKUPS and kwargs.get("max_norm") is not None):
                 self.used_by = name

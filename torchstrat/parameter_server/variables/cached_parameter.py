@@ -27,8 +27,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchstrat.core import _torch_private, _torch_script_private, gradients
+from torchstrat.core._readers_private import have_readers_ask
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, sparse_indices, sparse_values
-from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, tensors_in
 from torchstrat.parameter_server.messages import InitialOp, VariableSpec
@@ -218,6 +219,13 @@ def no_longer_one(name: str) -> UnsupportedError:
     )
 
 
+def lost_value(name: str) -> ContextError:
+    return ContextError(
+        f"{name} was on the parameter servers of a strategy that was closed, and its value could not be read any more. "
+        "Call strategy.extended.pull() before, or restore a checkpoint."
+    )
+
+
 class _Copy(Protocol):
     spec: VariableSpec
 
@@ -391,9 +399,15 @@ def bring_alone(tensor: object) -> None:
         tensor._read()
 
 
+def ask_before_others_take() -> Callable[[], None]:
+    """Transforms of torch.func, TorchScript and what makes tensors of others take hold of them without asking their
+    class. What this returns ends it for the last ones."""
+    _ask_before_c_takes()
+    return have_readers_ask(CachedTensor)
+
+
 @functools.cache
-def ask_before_others_take() -> None:
-    """Transforms of torch.func and TorchScript take hold of tensors without asking their class."""
+def _ask_before_c_takes() -> None:
     _torch_private.before_transforms_take(bring_alone)
     _torch_script_private.before_scripts_use(_bring_all, lambda: bool(_aliases))
 
@@ -509,7 +523,9 @@ _IN_PLACE = frozenset(
     }
 )
 _DATA_SET = DATA.__set__
-_HANDS_OUT = frozenset({"numpy", "__array__", "as_subclass", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
+_HANDS_OUT = frozenset(
+    {"numpy", "__array__", "as_subclass", "untyped_storage", "storage", "data_ptr", "__dlpack__", "to_dlpack"}
+)
 """By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
 to code that changes it without leaving a trace in ``_version``, or does so itself."""
 

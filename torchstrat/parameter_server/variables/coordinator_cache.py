@@ -45,6 +45,7 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     grow_gradient,
     let_alone,
     let_ask,
+    lost_value,
     read_rows,
     require_own_memory,
 )
@@ -71,6 +72,7 @@ class CoordinatorCache:
         self._warned: set[int] = set()
         # When, and how many bytes, the last read brought that nobody had asked for.
         self._ahead: tuple[Moment, int] = ((-1, 0), 0)
+        self._end_asking: weakref.finalize[[], CoordinatorCache] | None = None
 
     # -- which there are --------------------------------------------------------------------------------------------
 
@@ -94,8 +96,8 @@ class CoordinatorCache:
             self._copies[number].is_replaced = True
 
     def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
-        if self.is_on:
-            ask_before_others_take()
+        if self.is_on and self._end_asking is None:
+            self._end_asking = weakref.finalize(self, ask_before_others_take())
         return CachedVariable(self, spec, tensor, asks=self.is_on and can_ask(tensor))
 
     def tensor(self, number: int) -> torch.Tensor | None:
@@ -121,9 +123,10 @@ class CoordinatorCache:
                     behind = []
             for copy in behind:
                 copy.is_lost = not copy.is_meta
-            for number, copy in list(self._copies.items()):
-                if not copy.is_lost:
-                    self.release(number)
+            for number in [number for number, copy in self._copies.items() if not copy.is_lost]:
+                self.release(number)
+            if self._end_asking is not None:
+                self._end_asking.detach() if self._copies else self._end_asking()
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -548,10 +551,7 @@ class CachedVariable:
 
     def require_value(self) -> None:
         if self.is_lost:
-            raise ContextError(
-                f"{self.spec.name} was on the parameter servers of a strategy that was closed, and its value could not "
-                "be read any more. Call strategy.extended.pull() before, or restore a checkpoint."
-            )
+            raise lost_value(self.spec.name)
 
     def call(self, call: TensorCall) -> object:
         cache = self._cache()

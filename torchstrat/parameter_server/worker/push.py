@@ -63,9 +63,9 @@ from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimize
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import VariableAccess, edits_by_server
 from torchstrat.parameter_server.worker import warm_up
-from torchstrat.parameter_server.worker.gradients import LeftGradients, rows_of
+from torchstrat.parameter_server.worker.gradients import LeftGradient, LeftGradients, rows_of
 from torchstrat.parameter_server.worker.local_variables import Copies
-from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, be_told_no_more, be_told_of_arrays
+from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, be_told, be_told_no_more
 from torchstrat.replicas.optimizer_step import LastHooks, closure_of
 
 
@@ -148,7 +148,7 @@ class StepHook:
             if cls._workers == 1:
                 warm_up.begin()
                 number_hooks_apart()
-                be_told_of_arrays()
+                be_told(LeftGradient)
                 cls._handles = (register_optimizer_step_pre_hook(_before_step), *notice_members())
                 for owner, told in _TELL.items():
                     setattr(owner, told.__name__, told)

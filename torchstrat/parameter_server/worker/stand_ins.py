@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from torchstrat.core import _torch_private
+from torchstrat.core._readers_private import have_readers_ask
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import CommunicationError, ContextError
 from torchstrat.core.tensor_bytes import is_same
@@ -155,15 +156,21 @@ def watch_arrays_over(parameter: WatchedParameter) -> None:
     _by_address[address] = weakref.ref(parameter, functools.partial(_forget, address))
 
 
-def be_told_of_arrays() -> None:
-    """`watch_arrays_over` works from now on."""
+_end_asking: list[Callable[[], None]] = []
+
+
+def be_told(*others: type) -> None:
+    """From now on `watch_arrays_over` works, and what makes tensors of what is pending asks it, as it does
+    ``others``."""
     for name, take in _GIVE_ARRAYS.items():
         setattr(torch.Tensor, name, _telling(take))
+    _end_asking.append(have_readers_ask(PendingParameter, PendingBuffer, *others))
 
 
 def be_told_no_more() -> None:
     for name, take in _GIVE_ARRAYS.items():
         setattr(torch.Tensor, name, take)
+    _end_asking.pop()()
 
 
 def _forget(address: int, reference: weakref.ref[WatchedParameter]) -> None:
