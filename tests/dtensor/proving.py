@@ -21,7 +21,7 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor.cut_tensors import cut_of, recut, whole
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices
-from torchstrat.sharding.dtensor.operators import elementwise, one_dimension
+from torchstrat.sharding.dtensor.operators import elementwise, reductions
 
 TOLERANCE = 1e-9
 
@@ -63,7 +63,7 @@ _BREAKS = {
     "sums going forward": lambda: mock.patch.object(cut_tensors, "added_up", lambda tensor, devices, axes: tensor),
     "neighbours' rows": lambda: mock.patch.object(LogicalDevices, "edges", return_value=(None, None)),
     "which part is whose": lambda: mock.patch.object(LogicalAxes, "index_along", return_value=0),
-    "dimensions made whole": lambda: mock.patch.object(one_dimension, "_whole_along", lambda cut, dims: cut),
+    "dimensions made whole": lambda: mock.patch.object(reductions, "_whole_along", lambda cut, dims: cut),
     "random numbers": lambda: mock.patch.object(
         elementwise, "own_noise", lambda call, shape, cut, like, p: functional.dropout(torch.ones_like(like), p)
     ),

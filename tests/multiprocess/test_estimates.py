@@ -18,7 +18,7 @@ import torchstrat as ts
 from tests.support.central_storage import needs_common_memory
 from tests.support.replicas import cpus
 from torchstrat.distributed.collectives.process_group import ProcessGroupCommunicator
-from torchstrat.strategies.estimates.estimate import ON_SEVERAL_HOSTS
+from torchstrat.strategies.estimates import ON_SEVERAL_HOSTS
 from torchstrat.testing.spawn import spawn
 
 WIDTH = 6_000  # one Linear of 36 million float32 parameters: 144 MB

@@ -19,7 +19,7 @@ from torchstrat.app import cli
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.messages import Push
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.strategies.estimates.estimate import optimizer_named
+from torchstrat.strategies.estimates import optimizer_named
 from torchstrat.testing.fake_cluster import FakeCluster
 
 IDS = torch.tensor([[3, 99, 7], [17, 50, 21], [0, 1, 2], [4, 5, 6]])

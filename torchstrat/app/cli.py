@@ -50,7 +50,7 @@ COMMANDS = {
     "estimate": Command(
         "MODULE:BUILD [--optimizer NAME] [--replicas N] [--ps N --workers N] …",
         "print what a program takes under each strategy, in memory and in traffic",
-        "torchstrat.strategies.estimates.command:main",
+        "torchstrat.strategies.estimates:main",
     ),
     "explain": Command(
         "MODULE:BUILD --rules MODULE:RULES --logical-devices N …",

@@ -5,13 +5,12 @@ from torchstrat.sharding.dtensor.operators import (
     data_attribute,
     elementwise,
     losses,
-    one_dimension,
     reductions,
     shapes,
 )
 from torchstrat.sharding.dtensor.operators.rules import apply, operators, with_stand_ins
 
-_RULES = (contraction, data_attribute, elementwise, losses, one_dimension, reductions, shapes)
+_RULES = (contraction, data_attribute, elementwise, losses, reductions, shapes)
 """Each registers its own when it is imported."""
 
 __all__ = ["apply", "operators", "with_stand_ins"]

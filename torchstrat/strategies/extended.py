@@ -1,6 +1,7 @@
 """`strategy.extended`: what library code needs beyond `Strategy` itself.
 
-Functions run on every component of a variable: what `StrategyExtended.update` does.
+Functions run on every component of a variable, and values are combined or copied to chosen places. A destination is a
+device name, a variable, or a distributed value; the last two mean "wherever that one lives".
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import context, memory, nest
-from torchstrat.core.context import StrategyLike, engine_of, enter, enter_cross, home_of, placement_of
+from torchstrat.core.communicator import within
+from torchstrat.core.context import StrategyLike, engine_of, enter, enter_cross, home_of, placement_of, wraps_values
+from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.values import Mirrored, PerReplica, local_results, require_callable, select_replica
+from torchstrat.core.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    local_results,
+    require_callable,
+    select_replica,
+)
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
 from torchstrat.core.variable.variable import (
     Variable,
@@ -29,19 +39,87 @@ from torchstrat.core.variable.variable import (
     central_component,
     components_of,
     container_of,
+    reduced,
     storage_of,
     updating,
 )
 from torchstrat.parameter_server.variable_home import join_places
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.sharding.annotations import annotator_of
-from torchstrat.strategies.extended import destinations as placing
 
 if TYPE_CHECKING:
     from torchstrat.sharding.dtensor.devices import Traffic
 
 
-def update(
+_Places = str | list[tuple[int, str]]
+"""One device, or a device for each of several replicas."""
+
+
+def _reduce_to(strategy: StrategyLike, reduce_op: ReduceOp | str, value: object, destinations: object) -> Any:
+    """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
+    op = ReduceOp.parse(reduce_op)
+    places = _places(strategy, destinations)
+    if not wraps_values(strategy):
+        return value  # one replica: it is where it has to be
+    if isinstance(value, Variable):
+        value = reduced(value, op, None)
+    elif not isinstance(value, Mirrored) or op is not ReduceOp.MEAN:
+        with within("reduce_to"):
+            value = engine_of(strategy).reduce(op, value, None)
+    return _put(value, places)
+
+
+def _broadcast_to(strategy: StrategyLike, tensor: object, destinations: object) -> Any:
+    """A copy of ``tensor`` at each destination. A Python number is everywhere already."""
+    if isinstance(tensor, bool | int | float):
+        return tensor
+    places = _places(strategy, destinations)
+    return _put(tensor, places) if wraps_values(strategy) else tensor
+
+
+def _put(value: object, places: _Places) -> Any:
+    if isinstance(value, Variable):
+        value = value.read_value()
+    if isinstance(value, DistributedValues):
+        value = value.values[0]
+    if isinstance(places, str):
+        return _copy(value, places)
+    copies = [_copy(value, device) for _, device in places]
+    return Mirrored(copies, replica_ids=tuple(replica for replica, _ in places))
+
+
+def _copy(value: object, device: str) -> object:
+    return value.to(torch_device(device), copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _places(strategy: StrategyLike, destinations: object) -> _Places:
+    if isinstance(destinations, str | torch.device):
+        if destinations == "":
+            raise InvalidArgumentError("destinations is an empty string; name a device, or pass a variable or a value.")
+        return home_of(strategy).device_named(destinations)
+    if isinstance(destinations, ShardedVariable):
+        place: str = strategy.extended.device_of(destinations)
+        return place
+    if isinstance(destinations, Variable):
+        components = components_of(destinations)
+        return _of_replicas(strategy, tuple(components)) if components else storage_of(destinations).device
+    if isinstance(destinations, DistributedValues):
+        return _of_replicas(strategy, destinations.replica_ids)
+    if isinstance(destinations, torch.Tensor):
+        known = strategy.extended.variable_created_in_scope(destinations)
+        return strategy.extended.device_of(destinations) if known else canonical(destinations.device)
+    raise InvalidArgumentError(
+        f"destinations must be a device name, a variable or a distributed value; got {type(destinations).__name__} "
+        f"{destinations!r:.80}."
+    )
+
+
+def _of_replicas(strategy: StrategyLike, replicas: tuple[int, ...]) -> _Places:
+    places = [(replica, engine_of(strategy).device_of_replica(replica)) for replica in replicas]
+    return places[0][1] if strategy.num_replicas_in_sync == 1 else places
+
+
+def _update(
     strategy: StrategyLike,
     var: object,
     fn: Callable[..., object],
@@ -64,7 +142,7 @@ def update(
         return _once(strategy, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
 
 
-def update_non_slot(
+def _update_non_slot(
     strategy: StrategyLike,
     fn: Callable[..., object],
     args: tuple[object, ...],
@@ -210,19 +288,22 @@ class StrategyExtended:
         Returns a tensor for one destination, and for a value or a variable with several components a `Mirrored` value.
         """
         context.require_cross(self._strategy, "reduce_to")
-        return placing.reduce_to(self._strategy, reduce_op, value, destinations)
+        return _reduce_to(self._strategy, reduce_op, value, destinations)
 
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[object, object]]
     ) -> list[Any]:
         """`reduce_to` for each ``(value, destinations)`` pair, in order."""
         context.require_cross(self._strategy, "batch_reduce_to")
-        return placing.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
+        op = ReduceOp.parse(reduce_op)
+        if not value_destination_pairs and wraps_values(self._strategy):
+            raise InvalidArgumentError("batch_reduce_to got no (value, destinations) pairs; give at least one.")
+        return [_reduce_to(self._strategy, op, value, destinations) for value, destinations in value_destination_pairs]
 
     def broadcast_to(self, tensor: object, destinations: object) -> Any:
         """Copies of ``tensor`` at ``destinations``, with the same results as `reduce_to`. Numbers stay as they are."""
         context.require_cross(self._strategy, "broadcast_to")
-        return placing.broadcast_to(self._strategy, tensor, destinations)
+        return _broadcast_to(self._strategy, tensor, destinations)
 
     # -- variables --------------------------------------------------------------------------------------------------
 
@@ -245,7 +326,7 @@ class StrategyExtended:
         require_callable(fn, "update")
 
         def across(strategy: StrategyLike, *merged_args: object, **merged_kwargs: object) -> Any:
-            return update(strategy, var, fn, merged_args, merged_kwargs, group)
+            return _update(strategy, var, fn, merged_args, merged_kwargs, group)
 
         if context.replica_of(self._strategy, "update") is None:
             return across(self._strategy, *args, **(kwargs or {}))
@@ -262,7 +343,7 @@ class StrategyExtended:
         """Run ``fn(*args, **kwargs)`` at each place that `non_slot_devices` gave; results as of `update`."""
         require_callable(fn, "update_non_slot")
         context.require_cross(self._strategy, "update_non_slot")
-        return update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
+        return _update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
 
     def read_var(self, v: object) -> torch.Tensor:
         """The current value of a variable, as a new tensor."""
