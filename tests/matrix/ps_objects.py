@@ -18,13 +18,14 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torchstrat as ts
-from tests.matrix import on_servers
+from tests.matrix import on_servers, ps_after_steps
 from tests.matrix.own_optimizers import Own
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.server import live_optimizer
 from torchstrat.parameter_server.variables import cached_parameter, class_attributes, module_structure
+from torchstrat.parameter_server.worker import push, stepped_optimizers
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -38,6 +39,8 @@ class Way(NamedTuple):
     scope: Callable[[], AbstractContextManager[object]]
     call: Callable[..., Any]
     """``call(fn, *args)``: on one device the function's own result, else that of a worker."""
+    join: Callable[[], object] = lambda: None
+    """Until functions have ended."""
 
 
 Numbers = Mapping[str, torch.Tensor]
@@ -372,6 +375,7 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         **{f"script, {use.__name__[1:]}": partial(_in_script, use=use) for use in _USES},
         **{f"trace, {use.__name__[1:]}": partial(_in_script, use=use, is_traced=True) for use in (_called, _saved)},
     },
+    **ps_after_steps.ROWS,
 }
 OLD = ("a pruned weight", "a pruned weight, pruned again", "a normed weight")
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers, workers in ((1, 1), (2, 2))}
@@ -392,7 +396,11 @@ def check(row: str, column: str, new_strategy: Callable[[], Any]) -> None:
     try:
         coordinator = ts.ClusterCoordinator(strategy)
         seen = ROWS[row][column](
-            Way(strategy.scope, lambda fn, *args: coordinator.schedule(fn, args=args).get(timeout=SECONDS))
+            Way(
+                strategy.scope,
+                lambda fn, *args: coordinator.schedule(fn, args=args).get(timeout=SECONDS),
+                lambda: coordinator.join(timeout=SECONDS),
+            )
         )
     finally:
         strategy.close()
@@ -472,6 +480,26 @@ FAULTS = [
         "ids travel as the numbers that they are",
         switched_off(Catalog, "address", lambda self, value: None),
         _at(IDS, *list(ROWS[IDS])[:3]),
+    ),
+    PlantedFault(
+        "functions see optimizers as they were before their steps",
+        switched_off(stepped_optimizers.SteppedOptimizers, "begin", lambda self, optimizer: None),
+        _at(ps_after_steps.IN_FUNCTION, *list(ps_after_steps.ROWS[ps_after_steps.IN_FUNCTION])[:10]),
+    ),
+    PlantedFault(
+        "nobody reads what step() returns",
+        switched_off(push, "reads_result", lambda optimizer: False),
+        _at(ps_after_steps.IN_FUNCTION, "what step() returns", "what step() of a wrapper returns"),
+    ),
+    PlantedFault(
+        "what came from a step stays on the worker",
+        switched_off(stepped_optimizers.SteppedOptimizers, "end", stepped_optimizers.SteppedOptimizers._ask_no_more),
+        _at(ps_after_steps.IN_FUNCTION, "a list"),
+    ),
+    PlantedFault(
+        "lists that steps write to are others on the coordinator",
+        switched_off(module_structure, "_put", dict.__setitem__),
+        _at(ps_after_steps.ON_COORDINATOR, "a list", "a dictionary"),
     ),
     PlantedFault(
         "a server's optimizer has the coordinator's ids",

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+import torchstrat as ts
 from torchstrat.errors import (
     CommunicationError,
     ContextError,
@@ -42,8 +43,10 @@ from torchstrat.parameter_server.worker.stand_ins import (
     suspend,
     worth_waiting_for,
 )
+from torchstrat.parameter_server.worker.stepped_optimizers import SteppedOptimizers
 from torchstrat.parameter_server.worker.table_rows import ROWS_PER_ID, TableRows, UniqueIds
 from torchstrat.parameter_server.worker.worker import BatchQueue, FunctionThread, FunctionWorker
+from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.fake_network import FakeNetwork
 
 DEADLINE_SECONDS = 60
@@ -612,3 +615,38 @@ def test_before_the_compiler_looks_everything_is_here_and_nothing_is_late_afterw
     assert seen == [WatchedParameter]
     assert late.settled == [(7, True)]
     assert not late.arrivals.may_be_late(parameter())
+
+
+# -- optimizers of the program's own ----------------------------------------------------------------------------------
+
+
+class Halving(torch.optim.Optimizer):
+    """Any class that is not PyTorch's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.5)
+
+
+def test_what_no_function_reads_of_an_optimizer_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> object:
+        raise AssertionError("a server was asked")
+
+    monkeypatch.setattr(SteppedOptimizers, "_ask", ask)
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+            optimizer = Halving(model.parameters(), {"lr": 0.1})
+
+        def train() -> int:
+            for _ in range(3):
+                optimizer.zero_grad()
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = torch.ones_like(p)
+                optimizer.step()
+            return 1
+
+        assert ts.ClusterCoordinator(strategy).schedule(train).get(DEADLINE_SECONDS) == 1

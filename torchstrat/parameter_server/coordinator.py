@@ -39,6 +39,7 @@ from torchstrat.parameter_server.leases.lease import (
     claim_all,
     leases_among_arguments,
 )
+from torchstrat.parameter_server.messages import Reader
 from torchstrat.parameter_server.remote_value import (
     Constant,
     DatasetForWorkers,
@@ -279,7 +280,8 @@ class ClusterCoordinator:
         self._job.warn_of_conflicts(wrote_parameters=self._dispatcher.wrote_parameters)
         if self._joined != self._dispatcher.next_function:
             self._joined = self._dispatcher.next_function
-            self._job.pull_options(self._job.optimizers(), at_rest=self._dispatcher.is_done)
+            reader = Reader.AT_REST if self._dispatcher.is_done else Reader.PROGRAM
+            self._job.pull_options(self._job.optimizers(), reader)
 
     def done(self) -> bool:
         """Whether every scheduled function has run. Raises a pending error like `join`.

@@ -35,6 +35,7 @@ from torchstrat.parameter_server.messages import (
     InitialOp,
     NewOptimizer,
     NewShard,
+    Reader,
     ShardKey,
     StateOfShard,
     Token,
@@ -570,11 +571,10 @@ class Job:
             elif self.cache.is_on and self.optimizer_number(optimizer) in self._optimizers:
                 self.push_optimizer(optimizer)
 
-    def pull_options(self, optimizers: Iterable[Optimizer], *, at_rest: bool = False) -> None:
-        """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here.
-        ``at_rest``: no function is to come; without tensors of attributes, which may be large."""
+    def pull_options(self, optimizers: Iterable[Optimizer], reader: Reader = Reader.PROGRAM) -> None:
+        """Bring what steps of the program's own classes have set, in groups and attributes, into the objects here."""
         for optimizer, server in ((one, server) for one in optimizers for server in self._setting_servers(one)):
-            own = self._number_of(optimizer), *options_of(optimizer), at_rest
+            own = self._number_of(optimizer), *options_of(optimizer), reader
             groups, attributes = self.servers.ask("ps.optimizer_options", {server: own})[server]
             for group, new in zip(groups_with_wrapped(optimizer)[0], groups, strict=False):
                 group.update(new)

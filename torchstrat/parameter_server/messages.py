@@ -127,6 +127,14 @@ class Gone(Enum):
     GONE = "gone"
 
 
+class Reader(Enum):
+    """Of what steps of an optimizer have set."""
+
+    AT_REST = "the program, when every function has ended"
+    PROGRAM = "the program"
+    FUNCTION = "a function, after a step of its own"
+
+
 class SetAttribute(NamedTuple):
     """On the coordinator. ``moment``: nanoseconds of its clock. What is set later is set, be it the same value again
     after steps have changed it; and a coordinator that was started again goes on where the last one was. ``value``:
@@ -159,7 +167,8 @@ class OptimizerStep:
     ``params``). ``dense``: gradients of whole shards. ``rows``: (local row ids ``(n,)`` int64, sorted and unique;
     gradients ``(n, …)``) of tables. ``attributes``: what the program has set on an optimizer of a class of its own, by
     name with the moment at which it was set. ``wrapped``: None of an optimizer that wraps none. ``reuses``: a gradient
-    is the tensor that an earlier step has had, changed in place.
+    is the tensor that an earlier step has had, changed in place. ``keeps_result``: the function reads what the step
+    returns.
     """
 
     optimizer: int
@@ -169,6 +178,7 @@ class OptimizerStep:
     attributes: SetAttributes = field(default_factory=dict)
     wrapped: Wrapped | None = None
     reuses: bool = False
+    keeps_result: bool = False
 
 
 @dataclass(frozen=True)

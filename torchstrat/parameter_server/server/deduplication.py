@@ -136,6 +136,7 @@ class AppliedRecords:
         self._changed = threading.Condition()
         self._masks: dict[int, int] = {}
         self._parts: dict[int, dict[int, AppliedPart]] = {}  # of the same functions
+        self._results: dict[int, dict[int, object]] = {}  # of the same, what steps have returned
         self._below = 0
         self._next_function = 0
         self._fenced: set[str] = set()
@@ -164,13 +165,18 @@ class AppliedRecords:
             self._by_incarnation[incarnation] += 1
             return True
 
-    def finish(self, function: int, index: int, incarnation: str, part: AppliedPart | None = None) -> None:
-        """The push is applied; from now on its repetitions are dropped. ``part``: what it has changed."""
+    def finish(
+        self, function: int, index: int, incarnation: str, part: AppliedPart | None = None, result: object = None
+    ) -> None:
+        """The push is applied; from now on its repetitions are dropped. ``part``: what it has changed. ``result``: what
+        its step has returned, where its function reads that."""
         with self._changed:
             if function != COORDINATOR and function >= self._below:
                 self._masks[function] = self._masks.get(function, 0) | (1 << index)
                 if part is not None:
                     self._parts.setdefault(function, {})[index] = part
+                if result is not None:
+                    self._results.setdefault(function, {})[index] = result
             self._end(function, index, incarnation)
 
     def abandon(self, function: int, index: int, incarnation: str) -> None:
@@ -194,11 +200,17 @@ class AppliedRecords:
             for old in [known for known in self._masks if known < self._below]:
                 del self._masks[old]
                 self._parts.pop(old, None)
+                self._results.pop(old, None)
 
     def parts_of(self, function: int) -> dict[int, AppliedPart]:
         """By push: what the pushes of a function that is not finished have changed here."""
         with self._changed:
             return dict(self._parts.get(function, {}))
+
+    def result_of(self, function: int, index: int) -> object:
+        """What the step of a push has returned, where its function reads that."""
+        with self._changed:
+            return self._results.get(function, {}).get(index)
 
     def wait_until_idle(self, timeout_seconds: float) -> None:
         """Wait until no push is being applied."""
@@ -221,6 +233,7 @@ class AppliedRecords:
             self._below, self._next_function = state.below, state.next_function
             self._masks = dict(state.masks)
             self._parts.clear()
+            self._results.clear()
             self._changed.notify_all()
 
     def clear(self) -> None:
@@ -228,6 +241,7 @@ class AppliedRecords:
         with self._changed:
             self._masks.clear()
             self._parts.clear()
+            self._results.clear()
             self._fenced.clear()
             self._below = self._next_function = 0
             self._changed.notify_all()

@@ -23,12 +23,18 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import step_without_compiler
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, keep_elements, kept_by, wrapped_by
-from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
-from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal
+from torchstrat.parameter_server.messages import Gone, OptimizerStep, Reader, SetAttributes, ShardKey, StateOfShard
+from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal, is_fixed
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
 from torchstrat.parameter_server.server.shards import HeldShards
 from torchstrat.parameter_server.variables.class_attributes import put
-from torchstrat.parameter_server.variables.module_structure import fixed_attributes, marks_of_tensors, may_be_copied
+from torchstrat.parameter_server.variables.module_structure import (
+    fixed_attributes,
+    mark_of,
+    marks_of_tensors,
+    may_be_copied,
+    names_of,
+)
 
 StepsHaveSet = tuple[list[dict[str, object]], list[dict[str, object]]]
 """By group, entries of ``param_groups``; by optimizer, plain attributes. Of the optimizer and then those it wraps."""
@@ -72,12 +78,14 @@ class _Group:
             if is_by_steps and not are_equal(own[name], value):
                 yield name, value
 
-    def hand_out(self, options: Options, *, at_rest: bool) -> dict[str, object]:
+    def hand_out(self, options: Options, reader: Reader) -> dict[str, object]:
         own, given = self.options, self.given
         kept = {*dict(self._set_by_program(options)), *(given.keys() - options.keys())}
         lacks = {k: v for k, v in own.items() if k not in kept and not _has(options, k, v)}
         found = copy.deepcopy(lacks)
-        if at_rest:  # the program has all of it now: what it sends otherwise, it has set
+        if reader is Reader.FUNCTION:  # it sends none of it back
+            return found
+        if reader is Reader.AT_REST:  # the program has all of it now: what it sends otherwise, it has set
             self.given.update({k: found[k] if k in found else options[k] for k in own.keys() - kept})
             self.handed_out.clear()
             return found
@@ -109,17 +117,31 @@ class _Member:
         self._initial = {one: copy.deepcopy(dict(held)) for one in parameters if (held := state.get(one))}
         self._stepped: set[torch.nn.Parameter] = set()
         self._set_at: dict[str, int] = {}  # attributes, when the program has set them
-        self.handed_out = marks_of_tensors(optimizer)
+        # As the program has them: marks of tensors; numbers in lists and dictionaries; marks of everything else.
+        self._marks = marks_of_tensors(optimizer)
+        others = {name: value for name in names_of(optimizer) if not is_fixed(value := vars(optimizer)[name])}
+        plain = {name: value for name, value in others.items() if name not in self._marks and may_be_copied(value)}
+        self._handed_out = copy.deepcopy(plain)
+        self._sent = {name: mark_of(value) for name, value in others.items() if not may_be_copied(value)}
 
-    def attributes(self, *, with_tensors: bool) -> dict[str, object]:
-        """Those that can be handed out: of tensors, what has changed since the last time."""
-        if not with_tensors:
-            return fixed_attributes(self.optimizer)
-        attributes, marks = vars(self.optimizer), marks_of_tensors(self.optimizer)
-        changed = [name for name, mark in marks.items() if mark != self.handed_out.get(name)]
-        self.handed_out = marks
-        tensors = {name: copy.deepcopy(attributes[name]) for name in changed if may_be_copied(attributes[name])}
-        return fixed_attributes(self.optimizer) | tensors
+    def attributes(self, reader: Reader) -> dict[str, object]:
+        """Those that can be handed out. To the program, of lists and dictionaries and of tensors, what has changed
+        since the last time; to a function all of it, and in the place of what cannot be handed out `Gone` where it has
+        changed since it was sent."""
+        found = fixed_attributes(self.optimizer)
+        others = {name: vars(self.optimizer)[name] for name in names_of(self.optimizer) if name not in found}
+        copied = {name: value for name, value in others.items() if may_be_copied(value)}
+        if reader is Reader.FUNCTION:
+            lost = [name for name in others.keys() - copied.keys() if mark_of(others[name]) != self._sent.get(name)]
+            return found | copy.deepcopy(copied) | dict.fromkeys(lost, Gone.GONE)
+        marks = marks_of_tensors(self.optimizer)
+        plain = {name: value for name, value in copied.items() if name not in marks}
+        changed = {name: value for name, value in plain.items() if value != self._handed_out.get(name)}
+        self._handed_out |= copy.deepcopy(changed)
+        if reader is Reader.PROGRAM:
+            changed |= {name: copied[name] for name in marks.keys() & copied if marks[name] != self._marks.get(name)}
+            self._marks = marks
+        return found | copy.deepcopy(changed)
 
     def take_attributes(self, attributes: SetAttributes) -> None:
         """What the program has set. What was set before the last that was taken is known, or was taken back."""
@@ -198,17 +220,18 @@ class LiveOptimizer:
                     groups.append({**group, "params": parameters})
         self._find_groups()
 
-    def hand_out(self, options: Sequence[Options], places: Places, *, at_rest: bool) -> StepsHaveSet:
+    def hand_out(self, options: Sequence[Options], places: Places, reader: Reader) -> StepsHaveSet:
         """What steps have set where the program has ``options``, which the program's own objects then have, for a
         checkpoint. It sends that back with every step, also when later steps have set something else: no wish of the
         program's. What it has set itself since, and no step has taken, stays.
 
-        ``at_rest``: every function has ended. Tensors in attributes, which may be large, are for who asks for them."""
+        When every function has ended tensors in attributes, which may be large, are left to who asks for them. What a
+        function is told it does not send back."""
         if not self._has_stepped:
             return [], []
         self._arrange(places)
-        found = [one.hand_out(new, at_rest=at_rest) for one, new in zip(self._groups, options, strict=False)]
-        return found, [member.attributes(with_tensors=not at_rest) for member in self.members]
+        found = [one.hand_out(new, reader) for one, new in zip(self._groups, options, strict=False)]
+        return found, [member.attributes(reader) for member in self.members]
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
         """These take the place of all that is in the groups: a checkpoint was restored."""
@@ -235,8 +258,9 @@ class LiveOptimizer:
                     "two set it: no scheduler for what the optimizer adapts itself."
                 )
 
-    def make(self, step: OptimizerStep, groups: Groups, shards: HeldShards) -> None:
-        """One step. If it raises, parameters may be half-stepped."""
+    def make(self, step: OptimizerStep, groups: Groups, shards: HeldShards) -> object:
+        """One step. If it raises, parameters may be half-stepped. Returns what it has returned, or the error that says
+        why the function, which reads that, does not get it."""
         gradients = _gradients_of(step, shards)
         self.members[0].take_attributes(step.attributes)
         if step.wrapped is not None:
@@ -257,7 +281,9 @@ class LiveOptimizer:
         self._has_stepped = True
         try:
             with torch.no_grad():
-                self._step(self._optimizer)
+                returned: object = self._step(self._optimizer)
+                result = self._as_result(returned) if step.keeps_result else None
+                del returned
         finally:
             for _, parameter in keyed:
                 parameter.grad = None
@@ -273,6 +299,16 @@ class LiveOptimizer:
         for member in self.members:
             for key, parameter in keyed:
                 member.keep_state(parameter, key, shards)
+        return result
+
+    def _as_result(self, returned: object) -> object:
+        if may_be_copied(returned):
+            return copy.deepcopy(returned)
+        return UnsupportedError(
+            f"a scheduled function reads what {self.name}.step() returns, which is made on a parameter server and is "
+            f"of {type(returned).__name__}. Numbers, strings, tensors, and lists and dictionaries of such come from "
+            "there. Let step() return such, or do not read it."
+        )
 
     def _keyed(self, groups: Groups) -> Iterator[tuple[ShardKey, torch.nn.Parameter]]:
         for numbers, parameters in zip(groups, self.parameters, strict=True):

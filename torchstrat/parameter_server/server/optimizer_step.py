@@ -31,6 +31,7 @@ from torchstrat.parameter_server.messages import (
     NewOptimizer,
     NewRows,
     OptimizerStep,
+    Reader,
     ShardKey,
     StateOfShard,
 )
@@ -245,9 +246,9 @@ class HeldOptimizer:
         assert self.live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
-    def hand_out_options(self, options: Sequence[Options], places: Places, *, at_rest: bool) -> StepsHaveSet:
+    def hand_out_options(self, options: Sequence[Options], places: Places, reader: Reader) -> StepsHaveSet:
         """By group, the hyperparameters that its steps have set, and the plain attributes."""
-        return ([], []) if self.live is None else self.live.hand_out(options, places, at_rest=at_rest)
+        return ([], []) if self.live is None else self.live.hand_out(options, places, reader)
 
     def load_options(self, options: Sequence[Options], places: Places) -> None:
         if self.live is not None:
@@ -290,13 +291,12 @@ class HeldOptimizer:
         if self.live is not None:
             self.live.check(step)
 
-    def make(self, step: OptimizerStep, shards: HeldShards) -> None:
+    def make(self, step: OptimizerStep, shards: HeldShards) -> object:
         """Step all of it in one call of the optimizer, but for what a few lines step as well. The caller holds the
-        variables' locks, and has checked."""
+        variables' locks, and has checked. Returns what the step has returned, where the function reads that."""
         if self.live is not None:
             with self._naming([*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)], shards):
-                self.live.make(step, self.groups, shards)
-            return
+                return self.live.make(step, self.groups, shards)
         parts = [
             self._whole(key, gradient, step, shards)
             for key, gradient in step.dense
@@ -309,7 +309,7 @@ class HeldOptimizer:
             else:
                 parts.append(self._whole(key, self._spread(ids, gradient, shards.tensor(key)), step, shards))
         if not parts:
-            return
+            return None
         parameters: list[list[torch.Tensor]] = [[] for _ in self.groups]
         for part in sorted(parts, key=lambda part: self._place_of[part.key[0]] + part.key):
             parameters[self._group(part.key)].append(part.parameter)
@@ -319,6 +319,7 @@ class HeldOptimizer:
             )
         for part in parts:
             self._keep(part, _without_gradient(states.get(part.parameter, {}), part.parameter), step, shards)
+        return _of_parts(self.name) if step.keeps_result and self.optimizer.has_returned else None
 
     @contextmanager
     def _naming(self, keys: Sequence[ShardKey], shards: HeldShards) -> Iterator[None]:
@@ -432,6 +433,14 @@ class _Part:
     parameter: torch.Tensor
     state: StateOfShard
     ids: torch.Tensor | None = None
+
+
+def _of_parts(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"a scheduled function reads what {name}.step() returns. elementwise_optimizers names the class, so that each "
+        "server steps parts of parameters, and has what the step of these returns. Leave the class out, or compute it "
+        "in the function."
+    )
 
 
 def _without_gradient(state: StateOfShard, parameter: torch.Tensor) -> StateOfShard:

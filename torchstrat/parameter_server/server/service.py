@@ -118,6 +118,7 @@ class VariableServer:
             "ps.forget_below": self._forget_below,
             "ps.take_conflicts": lambda _: store.take_conflicts(),
             "ps.left_gradients": store.left_gradients,
+            "ps.step_result": lambda payload: store.result_of(*payload),
             "ps.applied_parts": store.applied_parts,  # behind the fence of who ran it before
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,

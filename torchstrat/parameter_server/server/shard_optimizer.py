@@ -251,6 +251,7 @@ class ShardOptimizer:
         check_supported(cls, self.options)
         self._constructor_makes_state = self._find_whether_constructor_makes_state()
         self._step = step_without_compiler(cls.step)  # hooks run on the worker
+        self.has_returned = False  # anything, by a step
         self.needs_sparse = needs_sparse
         """Whether it steps on sparse gradients alone, as SparseAdam does."""
         self.tags = tags or {}
@@ -304,7 +305,8 @@ class ShardOptimizer:
     def call_step(self, stand_in: Optimizer) -> None:
         """Its ``step``, without importing torch's compiler for that."""
         with torch.set_grad_enabled(bool(self.attributes.get("defaults", {}).get("differentiable"))):
-            self._step(stand_in)
+            if self._step(stand_in) is not None:
+                self.has_returned = True
 
     def stand_in(
         self,

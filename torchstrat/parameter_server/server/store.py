@@ -28,6 +28,7 @@ from torchstrat.parameter_server.messages import (
     NewShard,
     Push,
     PushReply,
+    Reader,
     RepeatedOps,
     RowsRequest,
     ShardKey,
@@ -257,15 +258,14 @@ class VariableStore:
         with self._locked(self._numbers_of(push), writer) as shards:
             if self._applied.begin(push.function, push.index, push.incarnation):
                 try:
-                    self._apply(push, shards)
-                    part = None
+                    result, part = self._apply(push, shards), None
                     if push.servers or push.steps:
                         part = part_of(push.servers, push.steps, push.edits, push.accumulation)
                 except BaseException:
                     self._applied.abandon(push.function, push.index, push.incarnation)
                     raise
                 applied = True
-                self._applied.finish(push.function, push.index, push.incarnation, part)
+                self._applied.finish(push.function, push.index, push.incarnation, part, result)
             else:
                 applied = False
             phases.reached(phases.APPLIED)
@@ -276,7 +276,8 @@ class VariableStore:
                 phases.reached(phases.WRITING_VALUES)
             return PushReply(tuple(copies.values()), applied)
 
-    def _apply(self, push: Push, shards: HeldShards) -> None:
+    def _apply(self, push: Push, shards: HeldShards) -> object:
+        """What a step has returned, where the function reads that."""
         optimizers = [self._optimizer(step.optimizer) for step in push.steps]
         for key in push.wants:
             shards.require(key)
@@ -297,13 +298,13 @@ class VariableStore:
         for edit in push.edits:
             if not apply_edit(edit, shards):
                 self._conflicts.add(edit.key[0])
-        for optimizer, step in zip(optimizers, steps, strict=True):
-            optimizer.make(step, shards)
+        results = [optimizer.make(step, shards) for optimizer, step in zip(optimizers, steps, strict=True)]
         if gone:
             shards.drop_gradients(gone)
         if left is not None:
             accumulate(left, shards)
             self._accumulating.update(number for number, _ in shards.gradients)
+        return next((found for found in results if found is not None), None)
 
     def drop_gradients(self) -> None:
         """What functions have left for steps."""
@@ -320,6 +321,10 @@ class VariableStore:
         once."""
         found, self._conflicts = self._conflicts, set()
         return tuple(sorted(found))
+
+    def result_of(self, function: int, index: int) -> object:
+        """See `AppliedRecords.result_of`."""
+        return self._applied.result_of(function, index)
 
     def applied_parts(self, function: int) -> dict[int, AppliedPart]:
         """By push: what was applied here of the pushes of a function that has not ended, with variables' names."""
@@ -368,13 +373,13 @@ class VariableStore:
                 shards.put_state(key, optimizer, _copy(state) or None)
 
     def optimizer_options(
-        self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places, at_rest: bool
+        self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places, reader: Reader
     ) -> StepsHaveSet:
         """What steps have set here, and ``options`` of the program's have not; of most optimizers nothing. Options and
-        ``places`` as in `groups_with_wrapped`, ``at_rest`` as in `LiveOptimizer.hand_out`."""
+        ``places`` as in `groups_with_wrapped`."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
-            return held.hand_out_options(options, places, at_rest=at_rest)
+            return held.hand_out_options(options, places, reader)
 
     def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, object]], places: Places) -> None:
         """Replace what is in the groups of an optimizer whose steps set it."""

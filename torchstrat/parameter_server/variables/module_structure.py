@@ -60,14 +60,14 @@ _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "__overloads__"))  # which tor
 
 
 @functools.cache
-def _of_every_optimizer() -> frozenset[str]:
+def of_every_optimizer() -> frozenset[str]:
     with optimizers_without_compiler():
         return frozenset((*vars(Optimizer([torch.empty(0)], {})), *_SET_BY_SCHEDULERS))
 
 
 def names_of(object_: nn.Module | Optimizer) -> list[str]:
     """Attributes that are not those of every module or optimizer."""
-    usual = _OF_EVERY_MODULE if isinstance(object_, nn.Module) else _of_every_optimizer()
+    usual = _OF_EVERY_MODULE if isinstance(object_, nn.Module) else of_every_optimizer()
     return [name for name in object_.__dict__ if name not in usual]
 
 
@@ -77,8 +77,13 @@ def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, object]:
     return {name: members[name] for name in names_of(object_) if is_fixed(members[name])}
 
 
-def _members_of(value: Any) -> Iterable[object]:
-    return value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+def _leaves(value: Any, depth: int = 3) -> Iterator[object]:
+    """What is in lists, tuples and dictionaries that are in one another, keys left out."""
+    if depth and type(value) in (list, tuple, dict):
+        for one in value.values() if type(value) is dict else value:
+            yield from _leaves(one, depth - 1)
+    else:
+        yield value
 
 
 def marks_of_tensors(optimizer: Optimizer) -> dict[str, list[tuple[int, int]]]:
@@ -86,16 +91,19 @@ def marks_of_tensors(optimizer: Optimizer) -> dict[str, list[tuple[int, int]]]:
     place. Parameters are left out."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name in names_of(optimizer):
-        for one in _members_of(optimizer.__dict__[name]):
+        for one in _leaves(optimizer.__dict__[name]):
             if type(one) is torch.Tensor and not one.is_inference():
                 found.setdefault(name, []).append((id(one), version_of(one)))
     return found
 
 
-def may_be_copied(value: object) -> bool:
-    """Whether it is tensors and fixed values alone, or a list or dictionary of such."""
-    keys = value if type(value) is dict else ()
-    return all(map(is_fixed, keys)) and all(type(one) is torch.Tensor or is_fixed(one) for one in _members_of(value))
+def may_be_copied(value: Any, depth: int = 3) -> bool:
+    """Whether it is tensors and fixed values alone, or lists and dictionaries of such."""
+    if depth and type(value) is dict:
+        return all(map(is_fixed, value)) and all(may_be_copied(one, depth - 1) for one in value.values())
+    if depth and type(value) in (list, tuple):
+        return are_atoms(map(type, value)) or all(may_be_copied(one, depth - 1) for one in value)
+    return type(value) is torch.Tensor or is_fixed(value)
 
 
 class _Known(NamedTuple):
@@ -130,7 +138,7 @@ class PlainAttributes:
             values = self._look_at(owner).values_of(members)
         if type(values) is not tuple:
             return None  # it has none
-        return values if are_atoms(map(type, values)) else tuple([_mark_of(value) for value in values])
+        return values if are_atoms(map(type, values)) else tuple([mark_of(value) for value in values])
 
     def _look_at(self, owner: nn.Module | Optimizer) -> _Known:
         key, known = id(owner), self._known
@@ -192,7 +200,8 @@ class PlainAttributes:
         members, sent = owner.__dict__, self._sent[owner]
         for name, value in values.items():
             if name not in members or sent.get(name) == _kept(members[name]):
-                members[name], sent[name] = value, _kept(value)
+                _put(members, name, value)
+                sent[name] = _kept(members[name])
 
     def _warn(self, owner: nn.Module | Optimizer, name: str) -> None:
         if not self._has_warned:
@@ -206,6 +215,18 @@ class PlainAttributes:
             )
 
 
+def _put(members: dict[str, Any], name: str, value: Any) -> None:
+    """A list or dictionary stays the same object, as where steps write to it."""
+    there = members.get(name)
+    if type(value) is type(there) is list:
+        there[:] = value
+    elif type(value) is type(there) is dict:
+        there.clear()
+        there.update(value)
+    else:
+        members[name] = value
+
+
 def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
     """Whether it is what a hook makes anew in each forward pass, as pruning and older reparametrizations do."""
     return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(hooks_before_forward(owner))
@@ -213,10 +234,11 @@ def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
 
 def _kept(value: object) -> object:
     """To be compared with later ones: 1 is another number than 1.0."""
-    return (type(value), value) if is_fixed(value) else _mark_of(value)
+    return (type(value), value) if is_fixed(value) else mark_of(value)
 
 
-def _mark_of(value: object) -> object:
+def mark_of(value: object) -> object:
+    """Another one where it is another object, or was changed in place, as far as that can be told."""
     if is_fixed(value):
         return value
     found = _contents(value, _DEPTH)

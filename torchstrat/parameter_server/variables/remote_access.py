@@ -330,6 +330,8 @@ class VariableAccess:
     def __init__(self, servers: ServerGroup, sender: Callable[[], Sender]) -> None:
         self.servers = servers
         self._sender = sender
+        self.last_push = (0, 0)
+        """Its function, and its index among that one's."""
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -397,6 +399,7 @@ class VariableAccess:
         if servers := parts.keys() | wanted.keys() | others.keys():
             sender, changed = self._sender(), tuple(parts)
             function, index, incarnation = sender.next_push()
+            self.last_push = function, index
             sender.check(index, parts, self.servers)
             pushes = {
                 server: Push(

@@ -27,7 +27,8 @@ from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
-from torchstrat.parameter_server.worker.push import MadeMembers, RemoteSteps
+from torchstrat.parameter_server.worker.made_members import MadeMembers
+from torchstrat.parameter_server.worker.push import RemoteSteps
 
 _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""

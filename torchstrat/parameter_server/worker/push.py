@@ -3,16 +3,12 @@ while the next function runs.
 
 The user's call goes through PyTorch's global step hook, so gradient scalers, clipping and user hooks around it work as
 they do anywhere; the optimizer itself steps a stand-in without parameters.
-
-Parameters that a scheduled function gives modules of the coordinator are refused, since nobody else has them, and
-buffers are warned of.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -21,11 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,8 +25,6 @@ from torchstrat.core._torch_private import (
     before_step,
     hooks_before_step,
     number_hooks_apart,
-    own_buffers,
-    own_parameters,
     sparse_indices,
     sparse_values,
 )
@@ -65,64 +54,10 @@ from torchstrat.parameter_server.variables.remote_access import VariableAccess, 
 from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradient, LeftGradients, rows_of
 from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.made_members import notice_members
 from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, be_told, be_told_no_more
+from torchstrat.parameter_server.worker.stepped_optimizers import SteppedOptimizers, reads_result
 from torchstrat.replicas.optimizer_step import LastHooks, closure_of
-
-
-class _MadeHere(threading.local):
-    noted: list[tuple[nn.Module, str]] | None = None
-
-
-_made_here = _MadeHere()
-
-
-def notice_members() -> tuple[Any, ...]:
-    """Have PyTorch tell of parameters and buffers that modules are given, until the handles are removed."""
-    return register_module_parameter_registration_hook(_note), register_module_buffer_registration_hook(_note)
-
-
-def _note(module: nn.Module, name: str, tensor: object) -> None:
-    if _made_here.noted is not None and tensor is not None:
-        _made_here.noted.append((module, name))
-
-
-class MadeMembers:
-    """``with``: around one function, on its thread. ``is_captured``: whether a module is one of the coordinator's."""
-
-    def __init__(self, is_captured: Callable[[object], bool], copies: Copies) -> None:
-        self._is_captured, self._copies = is_captured, copies
-        self._warned: set[tuple[type, str]] = set()
-
-    def __enter__(self) -> None:
-        _made_here.noted = []
-
-    def __exit__(self, *_: object) -> None:
-        _made_here.noted = None
-
-    def check(self) -> None:
-        """Raise `UnsupportedError` for parameters that are still there, and warn of buffers."""
-        for module, name in _made_here.noted or ():
-            if own_buffers(module).get(name) is not None and self._is_captured(module):
-                self._warn_of_buffer(module, name)
-            parameter = own_parameters(module).get(name)
-            if parameter is not None and self._is_captured(module) and self._copies.spec_of(parameter) is None:
-                raise UnsupportedError(
-                    f"a scheduled function has made a parameter, {name!r} of a {type(module).__name__}. It is this "
-                    "worker's alone: no server has it, and no other worker. Make it on the coordinator, within "
-                    "`with strategy.scope():`, for example by calling the module there once."
-                )
-
-    def _warn_of_buffer(self, module: nn.Module, name: str) -> None:
-        kind = type(module)
-        if not self._copies.has_buffer(module, name) and (kind, name) not in self._warned:
-            self._warned.add((kind, name))
-            warnings.warn(
-                f"a scheduled function has given a {kind.__name__} a buffer, {name!r}, which it has not on the "
-                "coordinator. It is this worker's alone: no server has it, nor state_dict() there, nor another worker. "
-                "That is right for what each works out anew (a mask); make what is to be kept within `with "
-                "strategy.scope():`.",
-                stacklevel=2,
-            )
 
 
 class _Here(threading.local):
@@ -241,10 +176,12 @@ class RemoteSteps:
         """`before`; made when PyTorch's compiler has been imported, and once: that takes as long as ten functions."""
         self._last_hooks, self._last = LastHooks(), before_step(self._step)
         self._watched: list[Optimizer] = []
-        self._kept: list[tuple[Optimizer, object]] = []  # of classes of the program's own, as a function begins
+        self._own: list[Optimizer] = []  # of classes of the program's own
+        self._kept: list[tuple[Optimizer, object]] = []  # of those, as a function begins
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
         self._left = left
+        self._latest = SteppedOptimizers(access, copies.spec_of, number_of)
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
         self.refused: UnsupportedError | None = None
@@ -255,18 +192,21 @@ class RemoteSteps:
             self._uncompiled = warm_up.uncompiled(self.before)
         self.stepped, self.refused = False, None
         _here.before, _here.left = self._uncompiled, self._left
+        if self._own:
+            self._latest.begin(self._own)
         return self
 
     def __exit__(self, *_: object) -> None:
         _here.before = _here.left = None
         self._last_hooks.clear()
+        self._latest.end()
 
     def watch(self, captured: Iterable[object]) -> None:
         """What the function that begins is seen to reach."""
         self._forget_states()
         self._watched = [value for value in captured if isinstance(value, Optimizer)]
-        own = [optimizer for optimizer in self._watched if not is_listed(type(optimizer))]
-        self._kept = [(optimizer, marks_of_tensors(optimizer)) for optimizer in own]
+        self._own = [optimizer for optimizer in self._watched if not is_listed(type(optimizer))]
+        self._kept = [(optimizer, marks_of_tensors(optimizer)) for optimizer in self._own]
 
     def keep_state_of(self, optimizers: Iterable[Optimizer]) -> None:
         """Let ``optimizer.state`` of these, which have just come, ask the servers."""
@@ -340,8 +280,9 @@ class RemoteSteps:
         return self._step(optimizer, args, kwargs)
 
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> object:
-        number = self._number_of(optimizer)
+        number, keeps_result = self._number_of(optimizer), reads_result(optimizer)
         assert number is not None
+        self._latest.end()
         if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
@@ -352,9 +293,12 @@ class RemoteSteps:
         self.check_states()
         self._left.check(optimizer, self.name_of, self._number_of_variable)
         with DisableTorchFunction():  # here are hundreds of operators, and nobody has to look at them
-            self._push(number, optimizer)
+            is_made = self._push(number, optimizer, keeps_result=keeps_result)
+            result = self._latest.result_of(optimizer) if keeps_result and is_made else None
         self._forget_states()
-        return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
+        stand_in = be_idle(make_stand_in(optimizer), result)
+        self._latest.begin([optimizer])
+        return (stand_in, *args[1:]), kwargs
 
     def _reach(self, optimizer: Optimizer) -> None:
         """One that the function was not seen to reach: so are its parameters, and all that is asked of those is asked
@@ -387,7 +331,8 @@ class RemoteSteps:
 
     # -- the push ---------------------------------------------------------------------------------------------------
 
-    def _push(self, number: int, optimizer: Optimizer) -> None:
+    def _push(self, number: int, optimizer: Optimizer, *, keeps_result: bool) -> bool:
+        """Whether a step is made, which a gradient scaler may have called off."""
         step = _Gradients(optimizer, self._copies.spec_of, self._left.pushed, self._left.accumulates)
         cleared = self._left.take_cleared(None if step.found_inf else optimizer, self._number_of_variable)
         parts, others = edits_by_server(self._copies.take_edits()), self._discards(cleared)
@@ -399,12 +344,13 @@ class RemoteSteps:
                 dense, rows = step.shards.of(server)
                 made = parts if server in step.changes or server in parts else others
                 made.setdefault(server, {})["steps"] = (
-                    OptimizerStep(number, options, dense, rows, attributes, wrapped, step.reuses),
+                    OptimizerStep(number, options, dense, rows, attributes, wrapped, step.reuses, keeps_result),
                 )
         if is_listed(type(optimizer)):
             self._copies.note_stepped(step.stepped)
         self._send(parts, others, self._copies.dense(self._copies.reached))
         self.stepped = True
+        return not step.found_inf
 
     def _wrapped_by(self, optimizer: Optimizer) -> Wrapped | None:
         numbers = [self._number_of(inner) for inner in wrapped_by(optimizer)]

@@ -40,6 +40,7 @@ from torchstrat.parameter_server.variables.class_attributes import put
 from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
 from torchstrat.parameter_server.variables.step_hooks import STEP_HOOKS
 from torchstrat.parameter_server.worker.local_variables import Copies
+from torchstrat.parameter_server.worker.stepped_optimizers import StepGroup
 from torchstrat.replicas.thread_state import AS_A_THREAD_BEGINS, leave_plain
 
 
@@ -72,6 +73,8 @@ class Settings:
 
     def set_options(self, options: Options) -> None:
         made: dict[object, _Group] = {}
+        known = (self._world.resolve(("helper", one)) for one in options if self._world.knows(("helper", one)))
+        has_own = any(not is_listed(type(optimizer)) for optimizer in known)
         for number, groups in options.items():
             if self._world.knows(("helper", number)):
                 optimizer = self._optimizers[number] = self._world.resolve(("helper", number))
@@ -79,10 +82,12 @@ class Settings:
                     optimizer.param_groups.append({"params": []})
                 taken = {id(one.group) for one in made.values()}
                 for place, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+                    if has_own and type(group) is dict:
+                        group = optimizer.param_groups[place] = StepGroup(group)
                     one = made.get(values.get(SAME_AS))
                     if one is None:
                         # Of another optimizer, too, and in the program not any more.
-                        own = {} if id(group) in taken else group
+                        own = StepGroup() if id(group) in taken else group
                         own["params"] = [self._copies.tensor_of(number) for number in values["params"]]
                         one = _Group(own, values)
                     made[number, place] = one
