@@ -35,6 +35,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "sharpness_aware": UnsupportedError,  # puts state into an optimizer outside of its step()
     "elements_exchanged_outside": UnsupportedError,  # for a moment two parameters have one memory
     "lookahead_without_hooks": UnsupportedError,  # not known where it is made, and may look at all it steps
+    "lookahead_with_plain_hooks": UnsupportedError,
 }
 """Cases that parameter servers refuse, and the error that says so."""
 

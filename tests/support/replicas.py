@@ -49,6 +49,7 @@ def replica() -> int:
 EVERY_LINE = {
     *("sgd_momentum", "adam_foreach", "third_party_optimizer", "sharpness_aware", "group_added_in_step"),
     *("state_dict_round_trip", "everything_made_in_first_run", "sparse_adam", "lookahead_without_hooks", "lbfgs"),
+    "lookahead_with_plain_hooks",
     *("closure_of_sgd", "gradient_noise_drawn_in_step", "update_by_hand", "parameter_decay_between_through_data"),
     *("weights_exchanged_as_a_vector", "accumulation_idle", "accumulated_sums_idle_clipped", "weight_tying"),
     *("weight_norm", "batch_norm", "batch_norm_cumulative", "sync_batch_norm", "sync_batch_norm_uneven"),

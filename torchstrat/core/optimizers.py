@@ -291,6 +291,18 @@ def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) ->
     setattr(kind.step, _TAKEN_OVER, _HERE)
 
 
+def give_hook_tables(optimizer: Optimizer) -> None:
+    """Lets hooks be registered on a wrapper that does without PyTorch's constructor, but sets tables of hooks itself:
+    plain dictionaries, which take no handles, or that of hooks before a step alone."""
+    own = vars(optimizer)
+    if "_optimizer_step_pre_hooks" not in own:
+        return
+    own.setdefault("_optimizer_step_post_hooks", {})
+    for name, table in own.items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks") and type(table) is dict:
+            own[name] = collections.OrderedDict(table)
+
+
 def be_idle(stand_in: Optimizer, result: object = None) -> Optimizer:
     """``result``: what its step returns."""
     vars(stand_in)[_IS_IDLE] = result

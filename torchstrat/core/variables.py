@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import is_compiler_at_work, is_view, own_buffers, own_children, own_parameters
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.optimizers import Tier, kind_of_class, take_over_steps
+from torchstrat.core.optimizers import Tier, give_hook_tables, kind_of_class, take_over_steps
 from torchstrat.core.reachable import CreationWatch, Reached, Start, Watcher, address_of, has_address, walk_behind
 
 _MOST_OBJECTS = 64  # that a step reaches: the nearest ones; further away lie data
@@ -543,12 +543,10 @@ class VariableRegistry:
 
     def add_helper(self, helper: object) -> None:
         self._helpers.add(helper)
-        if (
-            isinstance(helper, Optimizer)
-            and kind_of_class(type(helper)).tier is Tier.ALL
-            and hasattr(helper, "_optimizer_step_pre_hooks")
-        ):
-            take_over_steps(type(helper))
+        if isinstance(helper, Optimizer):
+            give_hook_tables(helper)
+            if kind_of_class(type(helper)).tier is Tier.ALL and hasattr(helper, "_optimizer_step_pre_hooks"):
+                take_over_steps(type(helper))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for helper in self._helpers:

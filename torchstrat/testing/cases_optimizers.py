@@ -217,8 +217,11 @@ def sharpness_aware() -> Training:
     return Training(step, {"model": model})
 
 
-def lookahead(*, initialize: bool) -> Training:
-    """A wrapper of another optimizer. Where it does without ``super().__init__``, torch's step hooks do not know it."""
+def lookahead(*, initialize: bool, tables: bool = False) -> Training:
+    """A wrapper of another optimizer. Where it does without ``super().__init__``, torch's step hooks do not know it.
+
+    ``tables``: it sets one of torch's tables of hooks itself, as packages do for what looks at them.
+    """
 
     class Lookahead(torch.optim.Optimizer):
         """Made anew, because torch adds its hooks to the class."""
@@ -226,6 +229,8 @@ def lookahead(*, initialize: bool) -> Training:
         def __init__(self, base: torch.optim.Optimizer, every: int = 2, blend: float = 0.5) -> None:
             if initialize:
                 super().__init__(base.param_groups, base.defaults)
+            if tables:
+                self._optimizer_step_pre_hooks = {}
             self.base, self.every, self.blend, self.counter = base, every, blend, 0
             self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
 
@@ -478,6 +483,7 @@ CASES = (
     *named(sparse_adam, batches=classification),
     Case("lookahead", partial(lookahead, initialize=True)),
     Case("lookahead_without_hooks", partial(lookahead, initialize=False)),
+    Case("lookahead_with_plain_hooks", partial(lookahead, initialize=False, tables=True)),
     Case("lbfgs", partial(with_closure, _LBFGS), tolerance=1e-6),
     Case("lbfgs_strong_wolfe", partial(with_closure, partial(_LBFGS, line_search_fn="strong_wolfe")), tolerance=1e-6),
     Case("closure_of_sgd", partial(with_closure, _SGD, returns_loss=True)),
