@@ -24,10 +24,14 @@ ROWS = 4
 
 
 class Net(nn.Sequential):
-    """With buffers that are averaged, and one that is not."""
+    """With buffers that are averaged, and one that is not, a frozen average of weights and a frozen number, and a layer
+    that is frozen but for the step."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+        self[0].requires_grad_(False)
+        self[3].average = copy.deepcopy(self[3]).requires_grad_(False)
+        self[3].frozen = nn.Parameter(torch.full((2,), 0.1), requires_grad=False)
         self.double()
 
 
@@ -61,10 +65,15 @@ def batches(steps: int, replicas: int) -> list[Batch]:
 def step_of(job: Job) -> Callable[[Batch], torch.Tensor]:
     def step(batch: Batch) -> torch.Tensor:
         inputs, targets = batch
+        first, last = job.model[0], job.model[3]  # type: ignore[index]
+        first.requires_grad_(True)
         job.optimizer.zero_grad()
         loss = nn.functional.mse_loss(job.model(inputs), targets)
         loss.backward()
         job.optimizer.step()
+        first.requires_grad_(False)
+        for average, parameter in zip(last.average.parameters(), last.parameters(), strict=False):
+            average.data.lerp_(parameter.detach(), 0.3)
         return loss.detach()
 
     return step

@@ -16,8 +16,9 @@ from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import stepped_by
 from torchstrat.core.randomness import ROUND, ReplicaStreams
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.collectives.agreement import agree, all_equal
+from torchstrat.distributed.collectives.agreement import agree, all_equal, code, fingerprint
 from torchstrat.replicas.roster import Roster
+from torchstrat.replicas.state import Trace, trace_of
 from torchstrat.replicas.update_policies import END_OF_ROUND, LocalUpdate, Replica
 
 
@@ -32,6 +33,7 @@ class LocalRounds:
         self._before = 0
         self._variables: set[int] = set()
         self._has_stepped = False
+        self._frozen: dict[int, Trace] | None = None  # by id; as they were when the round began
         self.steps = 0
         """Runs with a step since the last round."""
         self.state: dict[str, Any] = {}
@@ -44,6 +46,8 @@ class LocalRounds:
         """The replica's code is about to begin."""
         self._scales = self._read_scalers()
         self._variables = set(roster.layout.index)
+        if self._frozen is None:
+            self._frozen = {id(one): trace_of(one) for one in roster.tensors if not one.requires_grad}
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An inner loop's, over copies, or over what this replica alone has, does not count."""
@@ -70,12 +74,48 @@ class LocalRounds:
 
     def end(self, communicator: Communicator, roster: Roster) -> None:
         """End the round now. All replicas call it."""
-        rows = agree(communicator, END_OF_ROUND, (roster.digest,))
-        if not all_equal(rows):
+        frozen = [place for place, one in enumerate(roster.tensors) if not one.requires_grad]
+        touched = len(self._touched(roster))
+        rows = agree(communicator, END_OF_ROUND, (roster.digest, code(str(frozen)), float(touched)))
+        if any(row[0] != rows[0][0] for row in rows):
             roster = roster.in_common(communicator, END_OF_ROUND)
-        trained = [tensor for tensor in roster.tensors if tensor.requires_grad]
-        self._policy.end_round(Replica(self._replica, communicator, trained, self.state))
-        self.steps = 0
+        trained, others = [one for one in roster.tensors if one.requires_grad], list[torch.Tensor]()
+        if touched or not all_equal(rows):
+            trained, others = self._apart(communicator, roster)
+        replica = Replica(self._replica, communicator, trained, self.state)
+        self._policy.end_round(replica)
+        numbers = [one for one in others if one.is_floating_point() or one.is_complex()]
+        replica.average(numbers)
+        replica.broadcast([one for one in others if not (one.is_floating_point() or one.is_complex())])
+        self.steps, self._frozen = 0, None
+
+    def _touched(self, roster: Roster) -> dict[int, torch.Tensor]:
+        """By their places: those that are frozen now, and have changed since the round began."""
+        known = self._frozen or {}
+        frozen = ((place, one) for place, one in enumerate(roster.tensors) if not one.requires_grad)
+        return {place: one for place, one in frozen if known.get(id(one)) != trace_of(one)}
+
+    def _apart(self, communicator: Communicator, roster: Roster) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is trained, and other variables that replicas have come to differ in, such as averages of weights. What
+        is frozen only at the moment, as a GAN's other network, is trained."""
+        optimizers = [one for one in self._helpers() if isinstance(one, Optimizer)]
+        stepped = {id(key) for one in optimizers for key in getattr(one, "state", ())}
+        own: dict[int, tuple[bool, object]] = {
+            place: (id(one) in stepped or one.grad is not None, fingerprint([one]))
+            for place, one in self._touched(roster).items()
+        }
+        own.update((place, (True, None)) for place, one in enumerate(roster.tensors) if one.requires_grad)
+        everyone = communicator.all_gather_object(own, END_OF_ROUND)
+        trained, others = list[torch.Tensor](), list[torch.Tensor]()
+        for place, tensor in enumerate(roster.tensors):
+            each = [told.get(place, (False, None)) for told in everyone]
+            if (True, None) in each or any(one != each[0] for one in each):
+                (trained if any(is_trained for is_trained, _ in each) else others).append(tensor)
+        return trained, others
+
+    def resume(self, steps: int, state: Mapping[str, Any]) -> None:
+        """Go on within a round that a checkpoint was made in: any frozen variable may have changed before."""
+        self.steps, self.state, self._frozen = steps, dict(state), {}
 
 
 def require_rows_for_all(active: Iterable[int], count: int) -> None:
@@ -165,7 +205,7 @@ class ReplicaRounds:
         own = {}
         for replica, rounds in self._rounds.items():
             kept: Mapping[str, Any] = stored[replica] if is_same else {"parameters": mean}
-            rounds.steps, rounds.state = kept.get("steps", 0), dict(kept.get("state", {}))
+            rounds.resume(kept.get("steps", 0), kept.get("state", {}))
             optimizers = kept.get("optimizers", {})
             states = [_by_tensor(one, optimizers.get(str(n), {})) for n, one in enumerate(self._optimizers())]
             own[replica] = OwnValues(kept.get("parameters", {}), kept.get("buffers", {}), states if is_same else [])

@@ -57,7 +57,8 @@ class Replica:
 
     Attributes:
         index: which of the replicas it is; ``count``: how many there are.
-        parameters: its own, those that require a gradient, in one order on all replicas. To be changed in place.
+        parameters: its own, those that require a gradient, in one order on all replicas. To be changed in place. With
+            them are those that have been stepped and are frozen now, where replicas have come to differ in them.
         state: what the policy keeps of this replica from round to round: tensors, numbers and texts by name, and
             dictionaries of these. Saved in checkpoints.
     """
@@ -102,5 +103,6 @@ class LocalUpdate(UpdatePolicy):
 
     def end_round(self, replica: Replica) -> None:
         """Bring ``replica`` together with the others, in place. Called on every replica, within its turn. Afterwards
-        buffers, modes and hyperparameters become alike by themselves, as at the end of a run of other strategies."""
+        buffers, modes and hyperparameters become alike by themselves, as at the end of a run of other strategies, and
+        so do frozen parameters that the step changes, such as averages of weights: to their mean."""
         raise NotImplementedError
