@@ -14,9 +14,21 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.matrix.own_optimizers import Own
 from torchstrat.errors import UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
 
 
 class Counter:
@@ -26,10 +38,11 @@ class Counter:
         self.count = 0
 
 
-class Keeping(Own):
+class Keeping(Plain):
     """Keeps what no message has, and returns it."""
 
-    def prepare(self) -> None:
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
         self.counter, self.untouched = Counter(), Counter()
         self.by_parameter: dict[torch.Tensor, int] = {}
         self.sum = 0.0
@@ -42,19 +55,13 @@ class Keeping(Own):
         self.sum += 1.5
         return self.counter
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        p.sub_(grad, alpha=group["lr"])
 
-
-class Returning(Own):
+class Returning(Plain):
     """Each element for itself, and returns something of all that it has stepped."""
 
     def step(self, closure: Any = None) -> float:  # type: ignore[override]
         super().step()
         return float(sum(p.sum() for group in self.param_groups for p in group["params"]))
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        p.sub_(grad, alpha=group["lr"])
 
 
 def call(make: Callable[[Any], Any], function: Callable[[Any], object], **options: Any) -> Any:
