@@ -148,3 +148,13 @@ def test_strategies_are_remade_by_deepcopy(strategy: ts.Strategy) -> None:
     assert remade is not strategy
     assert remade.extended.worker_devices == strategy.extended.worker_devices
     remade.close()
+
+
+class OwnStrategy(ts.Strategy):
+    def __init__(self, first: list[str], *, second: str) -> None:
+        ts.policy.place(self, ts.policy.ReplicatedUpdate(), [*first, second])
+
+
+def test_so_are_those_of_the_program() -> None:
+    remade = copy.deepcopy(OwnStrategy(["cpu:2"], second="cpu:0"))
+    assert (type(remade), remade.extended.worker_devices) == (OwnStrategy, ("cpu:2", "cpu:0"))

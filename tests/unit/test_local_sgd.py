@@ -227,7 +227,6 @@ class DiLoCo(ts.policy.LocalUpdate):
 
 class DiLoCoStrategy(ts.Strategy):
     def __init__(self, devices: list[str] | None = None, *, period: int = 2) -> None:
-        self._made_with = ((devices,), {"period": period})
         ts.policy.place(self, DiLoCo(period), devices)
 
 

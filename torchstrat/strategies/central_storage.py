@@ -64,16 +64,6 @@ class CentralStorageStrategy(Strategy):
         gradients: str = "everywhere",
         independent: bool = False,
     ) -> None:
-        self._made_with = (
-            (compute_devices, parameter_device),
-            {
-                "gradient_reduce_op": gradient_reduce_op,
-                "timeout": timeout,
-                "collectives": collectives,
-                "gradients": gradients,
-                "independent": independent,
-            },
-        )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
         if gradients not in _GRADIENTS:

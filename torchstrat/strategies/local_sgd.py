@@ -62,8 +62,6 @@ class LocalSGDStrategy(Strategy):
             raise WrongTypeError(f"period must be an integer; got {period!r:.80}.")
         if period < 1:
             raise InvalidArgumentError(f"period={period}; the least is 1, an averaging after every step.")
-        options = {"timeout": timeout, "collectives": collectives, "independent": independent}
-        self._made_with = ((devices,), {"period": period, **options})
         policy.place(self, LocalSGD(period), devices, timeout=timeout, collectives=collectives, independent=independent)
 
     def end_round(self) -> None:

@@ -60,19 +60,6 @@ class MirroredStrategy(Strategy):
         logical_mesh_shape: Sequence[int] | None = None,
         independent: bool = False,
     ) -> None:
-        self._made_with = (
-            (devices,),
-            {
-                "gradient_reduce_op": gradient_reduce_op,
-                "timeout": timeout,
-                "collectives": collectives,
-                "allow_several_hosts": allow_several_hosts,
-                "logical_devices_per_replica": logical_devices_per_replica,
-                "sharding_rules": sharding_rules,
-                "logical_mesh_shape": logical_mesh_shape,
-                "independent": independent,
-            },
-        )
         if cross_device_ops is not None:
             raise UnsupportedError(
                 f"MirroredStrategy was given cross_device_ops={cross_device_ops!r:.80}, and takes None: torchstrat "

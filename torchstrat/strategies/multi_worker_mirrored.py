@@ -123,18 +123,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         logical_mesh_shape: Sequence[int] | None = None,
         independent: bool = False,
     ) -> None:
-        self._made_with = (
-            (cluster_resolver, communication_options),
-            {
-                "gradient_reduce_op": gradient_reduce_op,
-                "timeout": timeout,
-                "collectives": collectives,
-                "logical_devices_per_replica": logical_devices_per_replica,
-                "sharding_rules": sharding_rules,
-                "logical_mesh_shape": logical_mesh_shape,
-                "independent": independent,
-            },
-        )
         timeout, collectives = in_own_words(communication_options, timeout, collectives)
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise WrongTypeError(

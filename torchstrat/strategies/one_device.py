@@ -38,8 +38,6 @@ class OneDeviceStrategy(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         independent: bool = False,
     ) -> None:
-        options = {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout, "independent": independent}
-        self._made_with = ((device,), options)
         op = ReduceOp.parse(gradient_reduce_op)
         spanning = "MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy"
         require_one_process("OneDeviceStrategy", independent, spanning)

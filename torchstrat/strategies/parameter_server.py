@@ -82,16 +82,7 @@ class ParameterServerStrategy(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         _membership: Membership | None = None,
     ) -> None:
-        self._made_with = (
-            (cluster_resolver, variable_partitioner),
-            {
-                "rows_only": rows_only,
-                "elementwise_optimizers": elementwise_optimizers,
-                "gradient_reduce_op": gradient_reduce_op,
-                "on_server_loss": on_server_loss,
-                "timeout": timeout,
-            },
-        )
+        self._made_with[1].pop("_membership", None)  # a copy has a cluster of its own
         if on_server_loss not in POLICIES:
             raise InvalidArgumentError(f'on_server_loss={on_server_loss!r} must be "raise" or "restore".')
         if not isinstance(cluster_resolver, ClusterResolver):

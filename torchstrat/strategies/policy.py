@@ -5,7 +5,6 @@ gradients, random numbers, input, checkpoints) is the engine's, which `place` ch
 
     class LocalSGDStrategy(ts.Strategy):
         def __init__(self, devices=None, *, period=8):
-            self._made_with = ((devices,), {"period": period})
             ts.policy.place(self, LocalSGD(period), devices)
 
     ts.registry.register("my_local_sgd", LocalSGDStrategy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 K = TypeVar("K")
+S = TypeVar("S", bound="Strategy")
 T = TypeVar("T")
 
 
@@ -89,6 +89,13 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     extended: StrategyExtended
     """The lower-level interface, for library code: `StrategyExtended`."""
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls: type[S], *args: Any, **kwargs: Any) -> S:
+        self = super().__new__(cls)
+        self._made_with = args, kwargs
+        return self
 
     def __init__(self) -> None:
         raise TypeError("Strategy is an interface; create one of its implementations, such as ts.MirroredStrategy().")
@@ -402,11 +409,9 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         )
 
     def __deepcopy__(self, memo: object) -> Strategy:
-        return self._remake()
-
-    def _remake(self) -> Strategy:
         """A new strategy made with the same arguments."""
-        return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
+        args, kwargs = self._made_with
+        return type(self)(*args, **kwargs)
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync

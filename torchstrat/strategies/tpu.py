@@ -72,18 +72,6 @@ class TPUStrategy(Strategy):
         independent: bool = False,
         _runtime: SpmdRuntime | None = None,
     ) -> None:
-        self._made_with = (
-            (tpu_cluster_resolver, device_assignment),
-            {
-                "experimental_device_assignment": experimental_device_assignment,
-                "gradient_reduce_op": gradient_reduce_op,
-                "sharding_rules": sharding_rules,
-                "logical_mesh_shape": logical_mesh_shape,
-                "max_different_graphs": max_different_graphs,
-                "independent": independent,
-                "_runtime": _runtime,
-            },
-        )
         if _runtime is None:
             require_one_process("TPUStrategy", independent, "ts.MultiWorkerMirroredStrategy()")
         op = ReduceOp.parse(gradient_reduce_op)
