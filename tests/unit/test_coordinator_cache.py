@@ -6,9 +6,9 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
+from tests.support.parameter_servers import Program, on_servers
 from tests.support.tpu import Doubled
 from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -51,6 +52,9 @@ class Job:
         for _ in range(times):
             self.coordinator.schedule(self.step)
         self.coordinator.join()
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        return self.__dict__.setdefault(f"kept {name}", make())
 
     def trained(self, times: int = 1) -> torch.Tensor:
         """The weight after so many steps from the beginning."""
@@ -118,11 +122,26 @@ READS: dict[str, Callable[[Job], torch.Tensor]] = {
     "nested_tensor": lambda job: torch.nested.nested_tensor([job.weight]).unbind()[0],
     "to_dlpack": lambda job: torch.from_dlpack(torch.utils.dlpack.to_dlpack(job.weight.requires_grad_(False))),
     "torch.full": lambda job: torch.full((3, 4), job.weight[0, 0].detach()) + job.first - job.first[0, 0],
+    "a thread": lambda job: _in_a_thread(lambda: job.weight.detach().clone()),
+    # Made before the second function.
+    "a kept view": lambda job: torch.cat([job.weight[:1], job.kept("view", lambda: job.weight[1:])]),
+    "a kept state_dict": lambda job: job.kept("state", job.model.state_dict)["0.weight"],
+    "torch.compile": lambda job: (
+        (
+            job.kept("forward", lambda: torch.compile(job.model[0], backend="aot_eager"))(torch.eye(4))
+            - job.model[0].bias
+        ).T
+    ),
 }
 
 
 class _Marked(torch.Tensor):
     """Made by the constructor of its base."""
+
+
+def _in_a_thread(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(read).result(60)
 
 
 class _Product(nn.Module):
@@ -187,24 +206,6 @@ def test_what_reads_tensors_is_pytorchs_again_after_close() -> None:
     assert torch.tensor is pytorchs
 
 
-def test_a_thread_reads_what_functions_have_trained(job: Job) -> None:
-    job.train()
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(job.weight.detach().clone()))
-    thread.start()
-    thread.join(60)
-    assert equal(found[0], job.trained())
-
-
-def test_a_compiled_forward_pass_reads_what_functions_have_trained(job: Job) -> None:
-    compiled = torch.compile(job.model[0], backend="aot_eager")
-    x = torch.eye(4)
-    for steps in (0, 1, 2):
-        if steps:
-            job.train()
-        assert equal((compiled(x) - job.model[0].bias).T, job.trained(steps))
-
-
 def test_buffers_are_read_as_parameters_are(job: Job) -> None:
     job.train(2)
     assert job.model[1].running_mean.tolist() == [2.0] * 3
@@ -213,14 +214,10 @@ def test_buffers_are_read_as_parameters_are(job: Job) -> None:
     assert job.model[1].running_mean.tolist() == [21.0] * 3
 
 
-def test_a_view_and_a_state_dict_follow_the_parameter(job: Job) -> None:
-    view, state = job.weight[1], job.model.state_dict()
-    job.train()
-    assert equal(view, job.trained()[1])
-    assert equal(state["0.weight"], job.trained())
-
-
 def test_what_can_be_said_without_values_reads_nothing(job: Job) -> None:
+    job.train()
+    assert repr(job.weight.detach().clone()) in repr(job.weight.detach())
+    assert "on parameter servers" not in repr(job.weight)
     job.train()
     job.lose_servers()
     assert job.weight.shape == (3, 4)
@@ -229,39 +226,20 @@ def test_what_can_be_said_without_values_reads_nothing(job: Job) -> None:
     assert "on parameter servers" in repr(job.weight)
     with pytest.raises(ParameterServerUnavailable):
         job.weight.detach()
+    job.strategy.close()
+    assert job.weight.shape == (3, 4)
+    for read in (lambda: job.weight + 1, lambda: copy.deepcopy(job.weight), lambda: job.model.state_dict()):
+        with pytest.raises(ContextError, match="weight of module 0 was on the parameter servers"):
+            read()
+    assert "weight of module 0" in repr(job.weight)
 
 
-def test_what_is_current_is_shown_as_it_is(job: Job) -> None:
-    job.train()
-    assert repr(job.weight.detach().clone()) in repr(job.weight.detach())
-    assert "on parameter servers" not in repr(job.weight)
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- writing: most ways to are rows of tests/matrix/ps_writes.py ------------------------------------------------------
 
 
 def _fill(weight: Any, how: Callable[[Any], object]) -> None:
     with torch.no_grad():
         how(weight)
-
-
-WRITES: dict[str, tuple[Callable[[Any], object], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "mul_": (lambda weight: weight.mul_(2), lambda before: before * 2),
-    "an operator": (lambda weight: weight.__iadd__(1), lambda before: before + 1),
-    "rows": (lambda weight: weight.__setitem__(1, 7.0), lambda before: _with_row(before, 7.0)),
-    "a view": (lambda weight: weight[1].fill_(7.0), lambda before: _with_row(before, 7.0)),
-    "data": (lambda weight: weight.data.mul_(2), lambda before: before * 2),
-    "data, a view": (lambda weight: weight.data[1].fill_(7.0), lambda before: _with_row(before, 7.0)),
-    "data, assigned": (lambda weight: setattr(weight, "data", torch.ones(3, 4)), torch.ones_like),
-    "set_": (lambda weight: weight.set_(torch.ones(3, 4)), torch.ones_like),
-    "nn.init": (lambda weight: nn.init.constant_(weight, 3.0), lambda before: torch.full_like(before, 3.0)),
-    "out=": (lambda weight: torch.add(torch.ones(3, 4), 1, out=weight), lambda before: torch.full_like(before, 2.0)),
-    "foreach": (lambda weight: torch._foreach_mul_([weight], 2), lambda before: before * 2),
-    "vector_to_parameters": (
-        lambda weight: nn.utils.vector_to_parameters(torch.ones(12), [weight]), torch.ones_like,
-    ),
-    "an optimizer": (lambda weight: _stepped(weight), lambda before: before - 0.5),
-}  # fmt: skip
 
 
 def _with_row(before: torch.Tensor, value: float) -> torch.Tensor:
@@ -270,31 +248,18 @@ def _with_row(before: torch.Tensor, value: float) -> torch.Tensor:
     return after
 
 
-def _stepped(weight: nn.Parameter) -> None:
-    weight.grad = torch.ones_like(weight)
-    torch.optim.SGD([weight], lr=0.5).step()
-
-
-@pytest.mark.parametrize(("write", "expected"), WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("when", ["at rest", "functions in flight"])
-def test_a_write_changes_what_functions_have_trained(
-    write: Callable[[Any], object], expected: Callable[[torch.Tensor], torch.Tensor], when: str, job: Job
-) -> None:
-    if when == "at rest":
-        job.train(3)
-        _fill(job.weight, write)
-        assert equal(job.on_servers(), expected(job.trained(3)))
-    else:
-        for _ in range(3):
-            job.coordinator.schedule(job.step)
-        _fill(job.weight, write)
+@pytest.mark.parametrize("steps_before", [3, 0])
+def test_other_memory_changes_what_functions_have_trained(steps_before: int, job: Job) -> None:
+    """Set at rest, or while functions are in flight: then they are before it or behind it."""
+    for _ in range(3):
+        job.coordinator.schedule(job.step)
+    if steps_before:
         job.coordinator.join()
-        found = job.weight.detach().clone()
-        steps = [job.trained(number) for number in range(4)]
-        rest = [job.trained(3) - step for step in steps]  # what the functions after the write add
-        possible = [expected(step) + more for step, more in zip(steps, rest, strict=True)]
-        assert any(equal(found, one) for one in possible)
-        assert equal(job.on_servers(), found)
+    _fill(job.weight, lambda weight: weight.set_(torch.ones(3, 4)))
+    found = job.on_servers()
+    possible = [1 + job.trained(3) - job.trained(before) for before in range(steps_before, 4)]
+    assert any(equal(found, one) for one in possible)
+    assert equal(job.weight, found)
 
 
 def test_an_array_is_written_while_functions_run(job: Job) -> None:
@@ -325,17 +290,14 @@ def test_an_array_that_is_old_is_refused_by_name(job: Job) -> None:
     assert equal(job.weight, job.trained(2))  # nothing that was trained is lost
 
 
-def test_a_write_of_another_shape_is_refused(job: Job) -> None:
-    job.model.double()
-    with pytest.raises(InvalidArgumentError, match="keep their shape and dtype"):
-        job.train()
-
-
-def test_a_parameter_of_a_parameter_is_refused_by_name(job: Job) -> None:
+def test_writes_that_are_refused_by_name(job: Job) -> None:
     job.train()
     with pytest.raises(UnsupportedError, match=r"nn\.Parameter\(parameter\.detach\(\)\.clone\(\)\)"):
         nn.Parameter(job.weight)
     assert equal(nn.Parameter(job.weight.detach().clone()), job.trained(1))
+    job.model.double()
+    with pytest.raises(InvalidArgumentError, match="keep their shape and dtype"):
+        job.train()
 
 
 @pytest.mark.parametrize("by", ["data", "set_"])
@@ -455,68 +417,47 @@ META_WRITES: dict[str, Callable[[nn.Embedding], object]] = {
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 @pytest.mark.parametrize("write", META_WRITES.values(), ids=META_WRITES)
 def test_writes_to_a_table_on_meta_reach_the_servers(write: Callable[[nn.Embedding], object]) -> None:
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
-        coordinator = ts.ClusterCoordinator(strategy)
-        with strategy.scope(), torch.device("meta"):
-            table = nn.Embedding(50, 4)
-
-        def rows() -> torch.Tensor:
-            return table(torch.tensor([0, 5, 30])).detach()
-
-        before = coordinator.schedule(rows).get()
+    with on_servers(lambda: nn.Embedding(50, 4, device="meta"), 2) as program:
+        table = program.made
+        before = program.run(lambda: table(torch.tensor([0, 5, 30])).detach())
         write(table)
-        after = coordinator.schedule(rows).get()
+        after = program.run(lambda: table(torch.tensor([0, 5, 30])).detach())
         assert (after[0] == 2).all()
         is_whole = (after[2] != before[2]).any()
         assert (after[2] == (2 if is_whole else before[2])).all()
-        strategy.close()
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda weight: weight.__setitem__((0, 1), 2.0),
-        lambda weight: nn.init.orthogonal_(weight),
-        lambda weight: weight[:, 1].copy_(torch.ones(50)),
-    ],
-    ids=["a number", "orthogonal_", "a column"],
-)
-def test_other_writes_to_a_table_on_meta_are_refused_by_name(write: Callable[[Any], object]) -> None:
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope(), torch.device("meta"):
-            table = nn.Embedding(50, 4)
-        with torch.no_grad(), pytest.raises(UnsupportedError, match=r"weight.* is on meta"):
-            write(table.weight)
-        strategy.close()
+        for refused in (
+            lambda weight: weight.__setitem__((0, 1), 2.0),
+            nn.init.orthogonal_,
+            lambda weight: weight[:, 1].copy_(torch.ones(50)),
+        ):
+            with torch.no_grad(), pytest.raises(UnsupportedError, match=r"weight.* is on meta"):
+                refused(table.weight)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
+class Table(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(1_000, 4)
+        nn.init.zeros_(self.weight)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        (-self(torch.arange(1_000)).sum()).backward()
+        self.optimizer.step()
+
+
 @pytest.fixture
-def table() -> Iterator[tuple[FakeCluster, Any, nn.Embedding, Callable[[], None]]]:
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
-        coordinator = ts.ClusterCoordinator(strategy)
-        with strategy.scope():
-            table = nn.Embedding(1_000, 4)
-            nn.init.zeros_(table.weight)
-            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            (-table(torch.arange(1_000)).sum()).backward()
-            optimizer.step()
-
-        yield cluster, coordinator, table, step
-        strategy.close()
+def table() -> Iterator[Program]:
+    with on_servers(Table, 2) as program:
+        yield program
 
 
-def _moved(cluster: FakeCluster, *methods: str) -> int:
+def _moved(program: Program, *methods: str) -> int:
     """How many numbers of tables the servers have answered with."""
-    answers = (one for name in methods for one in cluster.network.record(name) if one.kind == "result")
+    answers = (one for name in methods for one in program.cluster.network.record(name) if one.kind == "result")
     return sum(value.numel() for answer in answers for value in answer.value)
 
 
@@ -529,24 +470,23 @@ ROW_READS: dict[str, Callable[[nn.Embedding, list[int]], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("read", ROW_READS.values(), ids=ROW_READS)
-def test_rows_of_a_table_come_alone(read: Callable[[nn.Embedding, list[int]], torch.Tensor], table: Any) -> None:
-    cluster, coordinator, module, step = table
+def test_rows_of_a_table_come_alone(read: Callable[[nn.Embedding, list[int]], torch.Tensor], table: Program) -> None:
+    module = table.made
     for steps in (1, 2):
-        coordinator.schedule(step)
-        coordinator.join()
+        table.run(Table.step, module)
         found = read(module, [3, 999, 3])
         assert (found == steps).all()
         found.sum().backward()
         assert module.weight.grad[0].tolist() == [0.0] * 4
-    assert _moved(cluster, "ps.read") == 0
-    assert _moved(cluster, "ps.read_rows") < 1_000 * 4 * 2 + 100  # functions read them all
+    assert _moved(table, "ps.read") == 0
+    assert _moved(table, "ps.read_rows") < 1_000 * 4 * 2 + 100  # functions read them all
     assert float(module.weight.detach().sum()) == 2 * 4_000  # the others are not taken for current
 
 
-def test_rows_that_are_written_go_alone_and_wait_for_nobody(table: Any) -> None:
-    cluster, coordinator, module, step = table
+def test_rows_that_are_written_go_alone_and_wait_for_nobody(table: Program) -> None:
+    module, coordinator = table.made, table.coordinator
     gate = close_gate("rows")
-    coordinator.schedule(step)
+    coordinator.schedule(Table.step, args=(module,))
     coordinator.schedule(pass_gate, args=("rows",))
     await_arrivals("rows", 1)
     with torch.no_grad():
@@ -554,9 +494,9 @@ def test_rows_that_are_written_go_alone_and_wait_for_nobody(table: Any) -> None:
         module.weight[9] = module.weight[torch.tensor([5])][0] * 2
     assert module.weight[[5, 7, 9]].tolist() == [[70.0] * 4, [70.0] * 4, [140.0] * 4]
     gate.set()
-    coordinator.schedule(step)
+    coordinator.schedule(Table.step, args=(module,))
     coordinator.join()
-    assert _moved(cluster, "ps.read") == 0
+    assert _moved(table, "ps.read") == 0
     found = module.weight.detach().clone()
     assert found[[5, 7, 9]].tolist() == [[71.0] * 4, [71.0] * 4, [141.0] * 4]
     assert found[0].tolist() == [2.0] * 4
@@ -572,17 +512,6 @@ def test_after_close_they_are_ordinary_tensors(job: Job) -> None:
     assert type(job.model[1].running_mean) is torch.Tensor
     assert type(job.optimizer.state).__name__ == "defaultdict"
     assert equal(job.weight, job.trained())
-
-
-def test_values_that_nobody_can_read_any_more_are_no_values(job: Job) -> None:
-    job.train()
-    job.lose_servers()
-    job.strategy.close()
-    assert job.weight.shape == (3, 4)
-    for read in (lambda: job.weight + 1, lambda: copy.deepcopy(job.weight), lambda: job.model.state_dict()):
-        with pytest.raises(ContextError, match="weight of module 0 was on the parameter servers"):
-            read()
-    assert "weight of module 0" in repr(job.weight)
 
 
 def test_switched_off_they_are_ordinary_tensors_as_old_as_the_last_pull(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import pytest
@@ -24,20 +26,34 @@ def _table() -> nn.Embedding:
     return nn.Embedding(6, 3, max_norm=0.5)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_copies_that_a_step_makes_are_ordinary_parameters(place):
+@contextmanager
+def opened_with_table(place: str = "mirrored x2") -> Iterator[tuple[ts.Strategy, nn.Embedding]]:
     with opened(place) as strategy:
         with strategy.scope():
             table = _table()
+        yield strategy, table
 
-        def step() -> list[type]:
-            made = nn.Parameter(table.weight)
+
+def look_up(table: nn.Embedding) -> torch.Tensor:
+    return table(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_copies_that_a_step_makes_and_trains_are_ordinary_parameters(place):
+    with opened_with_table(place) as (strategy, table):
+
+        def step() -> tuple[Any, ...]:
+            made, own = nn.Parameter(table.weight), copy.deepcopy(table)
             assert made.data_ptr() == table.weight.data_ptr()
             stored = pickle.loads(pickle.dumps(table.weight))
-            return [type(copy.deepcopy(table).weight), type(stored), type(made.data.clone())]
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+            look_up(own).sum().backward()
+            optimizer.step()
+            return type(own.weight), type(stored), type(made.data.clone()), float(own.weight.detach().sum())
 
-        for found in strategy.local_results(strategy.run(step)):
-            assert found == [nn.Parameter, nn.Parameter, torch.Tensor]
+        first, *others = strategy.local_results(strategy.run(step))
+        assert first[:3] == (nn.Parameter, nn.Parameter, torch.Tensor)
+        assert all(other == first for other in others)
         assert type(table.weight) is nn.Parameter
 
 
@@ -62,81 +78,50 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
-def test_what_a_refusal_says(name):
-    with opened("mirrored x2") as strategy:
-        with strategy.scope():
-            table = _table()
-
-        def step() -> None:
-            table(torch.tensor([1, 2]))
-            assert torch.zeros_like(table.weight).shape == table.weight.shape
-            assert table.weight.data_ptr()
-            USES[name](table.weight)
-
-        with pytest.raises(UnsupportedError, match=rf"Embedding\.weight \(6, 3\) has max_norm, .*\({name}\)"):
-            strategy.run(step)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_copy_that_a_step_trains_for_itself(place):
-    with opened(place) as strategy:
-        with strategy.scope():
-            table = _table()
-
-        def step() -> float:
-            own = copy.deepcopy(table)
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-            own(torch.tensor([1, 2])).sum().backward()
-            optimizer.step()
-            return float(own.weight.detach().sum())
-
-        first, *others = strategy.local_results(strategy.run(step))
-        assert all(other == first for other in others)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_raises_leaves_the_table_as_it_was(place):
-    with opened(place) as strategy:
-        with strategy.scope():
-            table = _table()
+@pytest.mark.parametrize(("name", "place"), [*((name, "mirrored x2") for name in USES), ("norm", "apart x2")])
+def test_what_a_refusal_says_and_that_it_leaves_the_table_as_it_was(name, place):
+    with opened_with_table(place) as (strategy, table):
         before = table.weight.detach().clone()
 
-        def step() -> None:
-            table(torch.tensor([1, 2]))
-            table.weight.norm()
+        def step(looks_up: int | None = None) -> None:
+            if looks_up in (None, ts.get_replica_context().replica_id_in_sync_group):
+                look_up(table)
+            if looks_up != ts.get_replica_context().replica_id_in_sync_group:
+                assert torch.zeros_like(table.weight).shape == table.weight.shape
+                assert table.weight.data_ptr()
+                USES[name](table.weight)
 
-        with pytest.raises(UnsupportedError, match=r"Embedding\.weight \(6, 3\) has max_norm, .* \(norm\)"):
-            strategy.run(step)
-        assert type(table.weight) is nn.Parameter
-        if place == "mirrored x2":
-            assert torch.equal(table.weight, before)
-        assert table.weight.norm() > 0
+        # A replica may use it that looks nothing up.
+        for looks_up in (None, 0, 1) if (name, place) == ("norm", "mirrored x2") else (None,):
+            with pytest.raises(UnsupportedError, match=rf"Embedding\.weight \(6, 3\) has max_norm, .*\({name}\)"):
+                strategy.run(step, (looks_up,))
+            assert type(table.weight) is nn.Parameter
+            if place == "mirrored x2":
+                assert torch.equal(table.weight, before)
+            assert table.weight.norm() > 0
 
 
-def test_a_table_that_an_interrupted_run_has_left_is_put_right_by_the_next():
-    with opened("mirrored x2") as strategy:
-        with strategy.scope():
-            table = _table()
+def test_after_a_run_and_after_one_that_was_interrupted_all_is_pytorchs():
+    readers = torch.tensor, torch.as_tensor, torch.asarray
+    with opened_with_table() as (strategy, table):
         kinds: list[type] = []
         strategy.run(lambda: kinds.append(type(table.weight)))
         table.weight.__class__ = kinds[0]
         assert type(table.weight) is not nn.Parameter
         assert table.weight.norm() > 0
-        strategy.run(lambda: table(torch.tensor([1, 2])))
+        strategy.run(lambda: look_up(table))
         assert type(table.weight) is nn.Parameter
+        assert (torch.tensor, torch.as_tensor, torch.asarray) == readers
 
 
 def test_functions_that_have_to_be_compiled_whole_are_told_why():
-    with opened("mirrored x2") as strategy:
-        with strategy.scope():
-            table = _table()
-        look_up = torch.compile(lambda ids: table(ids), backend="eager", fullgraph=True)
+    with opened_with_table() as (strategy, table):
+        compiled = torch.compile(lambda ids: table(ids), backend="eager", fullgraph=True)
         with pytest.raises(Exception, match="what a table with max_norm is used for has to be seen"):
-            strategy.run(lambda: look_up(torch.tensor([1, 2])))
+            strategy.run(lambda: compiled(torch.tensor([1, 2])))
 
 
-def test_lookups_outside_of_runs_are_pytorchs():
+def test_lookups_outside_of_runs_and_of_one_replica_are_pytorchs():
     torch.compiler.reset()  # another test may have had PyTorch give up on the forward pass of such layers
     with opened("mirrored x2"):
         ids, plain = torch.tensor([[1, 2]]), _table()
@@ -145,43 +130,6 @@ def test_lookups_outside_of_runs_are_pytorchs():
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.jit.script(_table())(ids)  # which PyTorch 2.13 does without scaling any row
         assert torch.equal(torch.compile(_table(), backend="eager", fullgraph=True)(ids), expected)
-        table = _table()
-        table(ids)
-        assert table.weight.norm() < _table().weight.norm()
-
-
-def test_what_reads_tensors_is_pytorchs_again_after_a_run():
-    readers = torch.tensor, torch.as_tensor, torch.asarray
-    with opened("mirrored x2") as strategy:
-        with strategy.scope():
-            table = _table()
-        strategy.run(lambda: table(torch.tensor([1, 2])))
-        assert (torch.tensor, torch.as_tensor, torch.asarray) == readers
-
-
-def test_a_use_on_a_replica_that_looks_nothing_up():
-    with opened("mirrored x2") as strategy:
-        with strategy.scope():
-            table = _table()
-
-        def step(*, looks_up: int) -> None:
-            if ts.get_replica_context().replica_id_in_sync_group == looks_up:
-                table(torch.tensor([1, 2]))
-            else:
-                table.weight.norm()
-
-        for looks_up in (0, 1):
-            with pytest.raises(UnsupportedError, match=r"Embedding\.weight \(6, 3\) has max_norm, .*\(norm\)"):
-                strategy.run(partial(step, looks_up=looks_up))
-
-
-def test_one_replica_uses_its_table_as_it_likes():
-    with opened("mirrored x1") as strategy:
-        with strategy.scope():
-            table = _table()
-
-        def step() -> torch.Tensor:
-            table(torch.tensor([1, 2]))
-            return table.weight.norm().detach()
-
-        assert strategy.run(step) > 0
+        assert plain.weight.norm() < _table().weight.norm()
+    with opened_with_table("mirrored x1") as (strategy, table):
+        assert strategy.run(lambda: (look_up(table), table.weight.norm().detach())[1]) > 0
