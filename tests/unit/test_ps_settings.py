@@ -171,114 +171,6 @@ def test_attributes_that_are_changed_in_place_are_warned_of(
         program.coordinator.schedule(lambda: 0)
 
 
-class Own(torch.optim.Optimizer):
-    """Of a class that nothing is known of. Its step is 1, times what it keeps in an attribute, and counts."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        self.scale, self.fading, self.count, self.shown = 1.0, 1.0, 0, ["not plain"]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for parameter in self.param_groups[0]["params"]:
-            parameter -= self.scale
-        self.scale *= self.fading
-
-
-class Uncounted(Own):
-    """It changes nothing of its own, so that it may be cut."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter -= self.scale
-
-
-@contextmanager
-def own_optimizer(
-    make: type[Own] = Own, **options: Any
-) -> Iterator[tuple[ts.ParameterServerStrategy, Own, Callable[[], None], Any]]:
-    """With a function that steps it, and one that gives the value of the two elements, which are on two servers where
-    the class may be cut."""
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2), **options)
-        with strategy.scope():
-            model = nn.Linear(1, 2, bias=False)
-            nn.init.zeros_(model.weight)
-            optimizer = make(model.parameters())
-        coordinator = ts.ClusterCoordinator(strategy)
-
-        def train() -> None:
-            model.weight.grad = torch.ones(2, 1)
-            optimizer.step()
-
-        def value() -> float:
-            first, second = model.weight.flatten().tolist()
-            assert first == second
-            return first
-
-        yield strategy, optimizer, lambda: coordinator.schedule(train).get(timeout=30), value
-
-
-def test_what_steps_of_an_own_optimizer_set_is_there_after_a_pull() -> None:
-    with own_optimizer() as (strategy, optimizer, train, value):
-        for _ in range(3):
-            train()
-        strategy.extended.pull()
-        assert (optimizer.count, value()) == (3, -3.0)
-        train()
-        assert optimizer.count == 3, "of the last pull"
-        strategy.extended.pull()
-        assert (optimizer.count, value()) == (4, -4.0)
-
-
-def test_what_the_program_sets_on_an_own_optimizer_its_next_steps_use() -> None:
-    with own_optimizer() as (strategy, optimizer, train, value):
-        optimizer.scale = 2.0  # before anything was sent
-        train()
-        optimizer.scale = 10.0
-        train()
-        train()
-        assert value() == -22.0
-        optimizer.scale, optimizer.fading = 1.0, 0.5
-        train()
-        train()
-        assert value() == -23.5
-        strategy.extended.pull()
-        assert (optimizer.scale, optimizer.count) == (0.25, 5)
-        optimizer.scale = 1.0  # what it was set to before
-        strategy.extended.pull()
-        assert optimizer.scale == 1.0, "it has not gone there yet"
-        train()
-        assert value() == -24.5
-
-
-def test_attributes_of_an_own_optimizer_that_was_cut_are_the_programs() -> None:
-    with own_optimizer(Uncounted, elementwise_optimizers=[Uncounted]) as (_, optimizer, train, value):
-        train()
-        optimizer.scale = 10.0
-        train()
-        train()
-        assert value() == -21.0
-
-
-def test_what_a_function_sets_on_an_own_optimizer_is_put_back_and_warned_of() -> None:
-    with own_optimizer() as (strategy, optimizer, train, value):
-        schedule = ts.ClusterCoordinator(strategy).schedule
-
-        def set_it() -> None:
-            optimizer.scale, optimizer.new = 5.0, 1  # type: ignore[attr-defined]
-
-        train()
-        with pytest.warns(UserWarning, match=r"set scale of Own from 1\.0 to 5\.0 \(steps are made on the servers"):
-            schedule(set_it).get(timeout=30)
-        assert schedule(lambda: (optimizer.scale, hasattr(optimizer, "new"))).get(timeout=30) == (1.0, False)
-        train()
-        assert value() == -2.0
-
-
 def test_a_worker_in_the_coordinators_process_leaves_the_default_dtype_alone(program: Program) -> None:
     """On workers of their own it is the program's: tests/multiprocess/test_ps_process_settings.py."""
     before, gate = torch.get_default_dtype(), close_gate("default dtype")
@@ -407,9 +299,23 @@ def program_of(workers: int, is_seen: bool = True) -> Iterator[tuple[Gradients, 
         yield Gradients(cluster, is_seen), cluster
 
 
+def plain_weight(functions: list[str]) -> float:
+    """What a loop on one device comes to."""
+    weight, gradient = 0.0, 0.0
+    for part in ", ".join(functions).split(", "):
+        if part in ("leave", "leave nested", "backward"):
+            gradient += 1
+        elif part == "step":
+            weight -= gradient
+        elif part in ("clear", "clear module", "remove", "set to zero", "fill", "assign"):
+            gradient = float(part == "assign")
+    return weight
+
+
 @pytest.mark.parametrize(
     "functions",
     [
+        # Each clears what is there before.
         ["clear, backward, step"] * 3,
         ["backward, step, clear"] * 3,
         ["set to zero, backward, step"] * 3,
@@ -418,42 +324,82 @@ def program_of(workers: int, is_seen: bool = True) -> Iterator[tuple[Gradients, 
         ["clear, backward, backward, clip, step", "clear, backward, look, step"],
         ["backward, fill, backward, step", "set to zero, backward, step", "clear, backward, step"],
         ["backward", "assign, step, clear", "clear, backward, step, clear", "backward, step"],
+        # Gradients that are left to the servers.
+        ["leave", "leave", "backward, step, clear"] * 2,
+        ["leave", "backward, step, clear", "step, clear"],
+        ["leave, leave nested", "leave", "step, clear"],  # of no gradient of its own
+        ["leave, backward", "step, clear"],
+        ["leave, step, clear", "backward, step, clear"],
+        ["leave, step, clear, leave", "leave", "step, clear"],
+        ["leave", "clear, backward, step, clear"],
+        ["leave", "clear module, backward, step, clear"],
+        ["leave", "set to zero, backward, step, clear"],
+        ["leave", "backward, remove, backward, step, clear"],
+        ["leave", "clear", "step, clear"],
+        ["leave", "leave, clear", "leave", "step, clear"],
+        ["leave", "clear, leave", "step, clear"],
+        ["leave", "step, clear, leave", "backward, step, clear", "step, clear"],
+        ["leave", "clear, backward, step, clear, leave", "step, clear"],
+        ["leave", "step, clear, backward, step, clear"],
+        ["leave, clip, step", "clear, backward, step, clear"],
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_each_function_clears_may_run_anywhere(workers: int, functions: list[str]) -> None:
-    with program_of(workers) as (program, _):
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_is_cleared_or_left_under_no_sync_is_that_of_one_device(
+    functions: list[str], workers: int, is_seen: bool
+) -> None:
+    with program_of(workers, is_seen) as (program, _):
         for number, names in enumerate(functions):
             program.run(number % workers, names)
-        assert program.weight() == -3.0
+        assert program.weight() == plain_weight(functions)
+
+
+LEFT = r"an earlier function left on a worker.*zero_grad"
 
 
 @pytest.mark.parametrize(
-    "functions",
+    ("functions", "worker", "says"),
     [
-        ["backward", "step"],
-        ["backward", "backward, step"],
-        ["clear, backward, step", "backward, step"],
-        ["backward", "create_graph, step"],
-        ["backward", "halve"],
-        ["assign", "step"],
-        ["backward", "look"],
-        ["backward", "clip"],
-        ["set to zero", "backward", "step"],
+        *(
+            (functions, 0, LEFT)
+            for functions in (
+                ["backward", "step"],
+                ["backward", "backward, step"],
+                ["clear, backward, step", "backward, step"],
+                ["backward", "create_graph, step"],
+                ["backward", "halve"],
+                ["assign", "step"],
+                ["backward", "look"],
+                ["backward", "clip"],
+                ["backward, set to zero", "backward", "step"],
+            )
+        ),
+        # What is left on another worker is missed.
+        *((["backward", last], 1, "an earlier function left on a worker") for last in ("step", "backward, step")),
+        (["backward", "leave"], 0, r"backward\(\) under no_sync .*an earlier function left on a worker"),
+        (["leave", "backward, step, step"], 0, r"a second SGD.step\(\) .*zero_grad"),
+        (["leave scaled"], 0, "GradScaler .*under no_sync"),
     ],
 )
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_what_another_function_left_is_refused_on_its_worker(functions: list[str], is_seen: bool) -> None:
+def test_what_another_function_left_is_refused(functions: list[str], worker: int, says: str, is_seen: bool) -> None:
     *before, last = functions
     with program_of(2, is_seen) as (two, _):
         for names in before:
-            two.run(0, names.replace("set to zero", "backward, set to zero"))
+            two.run(0, names)
         weight = two.weight()
-        with pytest.raises(UnsupportedError, match=r"an earlier function left on a worker.*zero_grad"):
-            two.run(0, last)
-        assert two.weight() == weight
-        two.run(0, "clear, backward, step")
+        with pytest.raises(UnsupportedError, match=says):
+            two.run(worker, last)
+        assert two.weight() == weight or "step, step" in last, "the first of two steps was made"
+        weight = two.weight()
+        two.run(worker, "clear, backward, step")
         assert two.weight() == weight - 1
+        for one, names in ((1 - worker, "clear"), (worker, "clear"), (worker, "backward, step, clear"), (0, "leave")):
+            two.run(one, names)
+        assert two.weight() == weight - 2
+        two.run(1, "step, clear")
+        assert two.weight() == weight - 3
 
 
 @pytest.mark.parametrize("names", ["clear, backward, step, give", "clear, backward, give"])
@@ -464,18 +410,6 @@ def test_a_function_may_return_its_own_gradients(names: str) -> None:
             assert (float(found["grad"]), float(found["rows"][0])) == (1.0, 1.0)
         with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
             two.run(0, "give")
-
-
-@pytest.mark.parametrize("last", ["step", "backward, step"])
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_what_is_left_on_another_worker_is_missed(is_seen: bool, last: str) -> None:
-    with program_of(2, is_seen) as (two, _):
-        two.run(0, "backward")
-        with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
-            two.run(1, last)
-        for worker, names in ((1, "clear, backward, step"), (0, "clear"), (1, "clear"), (1, "backward, step")):
-            two.run(worker, names)
-        assert two.weight() == -2.0
 
 
 def test_with_one_worker_gradients_are_accumulated_over_functions_until_a_second_one_comes() -> None:
@@ -525,75 +459,6 @@ def test_steps_are_looked_at_as_long_as_the_strategy_is_open() -> None:
 
 
 # -- gradients that functions leave to the servers ---------------------------------------------------------------------
-
-
-def plain_weight(functions: list[str]) -> float:
-    """What a loop on one device comes to."""
-    weight, gradient = 0.0, 0.0
-    for part in ", ".join(functions).split(", "):
-        if part in ("leave", "leave nested", "backward"):
-            gradient += 1
-        elif part == "step":
-            weight -= gradient
-        elif part in ("clear", "clear module", "remove", "set to zero"):
-            gradient = 0.0
-    return weight
-
-
-@pytest.mark.parametrize(
-    "functions",
-    [
-        ["leave", "leave", "backward, step, clear"] * 2,
-        ["leave", "backward, step, clear", "step, clear"],
-        ["leave, leave nested", "leave", "step, clear"],  # of no gradient of its own
-        ["leave, backward", "step, clear"],
-        ["leave, step, clear", "backward, step, clear"],
-        ["leave, step, clear, leave", "leave", "step, clear"],
-        ["leave", "clear, backward, step, clear"],
-        ["leave", "clear module, backward, step, clear"],
-        ["leave", "set to zero, backward, step, clear"],
-        ["leave", "backward, remove, backward, step, clear"],
-        ["leave", "clear", "step, clear"],
-        ["leave", "leave, clear", "leave", "step, clear"],
-        ["leave", "clear, leave", "step, clear"],
-        ["leave", "step, clear, leave", "backward, step, clear", "step, clear"],
-        ["leave", "clear, backward, step, clear, leave", "step, clear"],
-        ["leave", "step, clear, backward, step, clear"],
-        ["leave, clip, step", "clear, backward, step, clear"],
-    ],
-)
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_what_is_left_under_no_sync_is_stepped_with_wherever_functions_run(
-    functions: list[str], workers: int, is_seen: bool
-) -> None:
-    with program_of(workers, is_seen) as (program, _):
-        for number, names in enumerate(functions):
-            program.run(number % workers, names)
-        assert program.weight() == plain_weight(functions)
-
-
-@pytest.mark.parametrize(
-    ("functions", "says"),
-    [
-        (["backward", "leave"], r"backward\(\) under no_sync .*an earlier function left on a worker"),
-        (["leave", "backward, step, step"], r"a second SGD.step\(\) .*zero_grad"),
-        (["leave scaled"], "GradScaler .*under no_sync"),
-    ],
-)
-def test_what_no_sync_cannot_leave_is_refused(functions: list[str], says: str) -> None:
-    *before, last = functions
-    with program_of(2) as (program, _):
-        for names in before:
-            program.run(0, names)
-        with pytest.raises(UnsupportedError, match=says):
-            program.run(0, last)
-        program.run(0, "clear")
-        program.run(1, "clear")
-        program.run(0, "leave")
-        weight = program.weight()
-        program.run(1, "step, clear")
-        assert program.weight() == weight - 1
 
 
 def test_what_a_function_that_raises_has_left_counts() -> None:
