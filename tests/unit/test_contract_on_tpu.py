@@ -54,7 +54,10 @@ def test_numbers_of_plain_training(name, replicas):
     contract.check(case, on_fake(case, replicas), reference(case, replicas))
 
 
-UNEVEN_ALWAYS = ("blocks_over_the_whole_step", "elements_exchanged_by_optimizer", "gan", "update_by_hand")
+UNEVEN_ALWAYS = (
+    *("blocks_over_the_whole_step", "elements_exchanged_by_optimizer", "gan", "update_by_hand", "several_backwards"),
+    *("gradients_given_between_steps", "assigned_gradients_in_place"),
+)
 REFUSED_UNEVEN = {
     "inner_optimizer_over_a_copy": "made parameters and steps them",
     "inner_optimizer_over_tensors": "no longer make the same calls",  # as many steps as a replica has rows

@@ -404,23 +404,6 @@ def helped() -> tuple[Step, Any]:
     return step, [model, average, lambda: torch.tensor([optimizer.param_groups[0]["lr"], float(scheduler.last_epoch)])]
 
 
-def two_optimizers() -> tuple[Step, Any]:
-    first, second = nn.Linear(3, 4), nn.Linear(4, 1)
-    optimizers = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(second.parameters())
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        first(x).square().mean().backward()
-        optimizers[0].step()
-        loss = second(first(x).detach()).square().mean()  # sees the step of the first
-        loss.backward()
-        optimizers[1].step()
-        return loss.detach()
-
-    return step, [first, second]
-
-
 def batch_statistics() -> tuple[Step, Any]:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[1].momentum = 0.3
@@ -437,29 +420,12 @@ def batch_statistics() -> tuple[Step, Any]:
     return step, [model[0], model[2]]
 
 
-def accumulated() -> tuple[Step, Any]:
-    """Two backwards, the gradient edited by hand in between, and kept from run to run."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        model(x).square().mean().backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-        loss = model(2 * x).abs().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step, [model, *(lambda p=p: p.grad for p in model.parameters())]
-
-
 UNEVEN = [
-    *((make, counts, "mean") for make in (helped, two_optimizers, accumulated) for counts in COUNTS),
+    *((helped, counts, "mean") for counts in COUNTS),
     *((batch_statistics, counts, "mean") for counts in ((3, 2), (2, 2, 3))),
     *((helped, counts, "sum") for counts in ((3, 1), (2, 0), (2, 2, 1))),
 ]
+"""Several optimizers, and gradients of several passes, are cases of the contract: `test_contract_on_tpu`."""
 
 
 @pytest.mark.parametrize(("make", "counts", "reduce_op"), UNEVEN)
