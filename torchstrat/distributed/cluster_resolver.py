@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, ContextError, InvalidArgumentError, WrongTypeError
@@ -353,6 +354,17 @@ class TaskOverlapError(ClusterConfigError, KeyError):
         return str(self.args[0])
 
 
+def _own_or_first(name: str) -> Any:
+    def read(self: UnionResolver) -> Any:
+        own = self._own.get(name)
+        return getattr(self._resolvers[0], name) if own is None else own
+
+    def write(self: UnionResolver, value: Any) -> None:
+        self._own[name] = value
+
+    return property(read, write)
+
+
 class UnionResolver(ClusterResolver):
     """One cluster of the clusters of several resolvers; the first one says who this process is.
 
@@ -388,40 +400,12 @@ class UnionResolver(ClusterResolver):
                     f"UnionResolver needs ClusterResolvers; got {type(resolver).__name__} {resolver!r:.80}."
                 )
         self._resolvers = resolvers
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
-        self._environment: str | None = None
+        self._own: dict[str, Any] = {"task_type": task_type, "task_id": task_id, "rpc_layer": rpc_layer}
 
-    @property
-    def task_type(self) -> str | None:
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    @property
-    def environment(self) -> str | None:
-        return self._resolvers[0].environment if self._environment is None else self._environment
-
-    @environment.setter
-    def environment(self, environment: str | None) -> None:
-        self._environment = environment
+    task_type = _own_or_first("task_type")
+    task_id = _own_or_first("task_id")
+    rpc_layer = _own_or_first("rpc_layer")
+    environment = _own_or_first("environment")
 
     def cluster_spec(self) -> ClusterSpec:
         """All tasks of all resolvers.
@@ -440,7 +424,7 @@ class UnionResolver(ClusterResolver):
             ClusterConfigError: the cluster has no such task.
         """
         if task_type is None or task_id is None:
-            return self._resolvers[0].master(rpc_layer=rpc_layer or self._rpc_layer)
+            return self._resolvers[0].master(rpc_layer=rpc_layer or self._own["rpc_layer"])
         return with_layer(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:

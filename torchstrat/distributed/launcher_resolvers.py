@@ -356,7 +356,22 @@ def _pods_after(first: str, count: int) -> list[str] | None:
     return None
 
 
-class SlurmClusterResolver(ClusterResolver):
+class _LauncherResolver(ClusterResolver):
+    _cluster: ClusterSpec
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._cluster
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task; of this one where the arguments do not say another.
+
+        Raises:
+            ClusterConfigError: the cluster has no such task.
+        """
+        return address_of(self, task_type, task_id, rpc_layer)
+
+
+class SlurmClusterResolver(_LauncherResolver):
     """What ``srun`` set for this step: its tasks, in order of their ranks, take the roles of ``jobs``.
 
     The variables are read once. Ranks are placed on hosts as ``SLURM_DISTRIBUTION`` says (block or cyclic), which
@@ -412,17 +427,6 @@ class SlurmClusterResolver(ClusterResolver):
         if auto_set_gpu:
             _show_own_gpus(environ, step, self._gpus_per_task)
 
-    def cluster_spec(self) -> ClusterSpec:
-        return self._cluster
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task; of this one where the arguments do not say another.
-
-        Raises:
-            ClusterConfigError: the cluster has no such task.
-        """
-        return address_of(self, task_type, task_id, rpc_layer)
-
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """``gpus_per_task``, the same for every task."""
         return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
@@ -439,7 +443,7 @@ def _show_own_gpus(environ: Environment, step: SlurmStep, gpus_per_task: int) ->
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(_LauncherResolver):
     """A pod's place in its job, from its environment alone: no permission to ask the API server is needed.
 
     Three kinds of jobs are known. With ``subdomain``, a Job with ``completionMode: Indexed`` behind the headless
@@ -482,14 +486,3 @@ class KubernetesClusterResolver(ClusterResolver):
             task = read_training_operator(environ, jobs)
         self._cluster, self.task_type, self.task_id = task.cluster, task.task_type, task.task_id
         self.rpc_layer = rpc_layer
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._cluster
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task; of this one where the arguments do not say another.
-
-        Raises:
-            ClusterConfigError: the cluster has no such task.
-        """
-        return address_of(self, task_type, task_id, rpc_layer)
