@@ -41,12 +41,12 @@ class InputLayout:
     """Ids, in the group, of the replicas of this process; consecutive, and as many in every process."""
     devices: tuple[torch.device, ...]
     """Where each local replica computes; the virtual replicas ``cpu:i`` are all ``torch.device("cpu")``."""
-    num_workers: int
+    num_workers: int = 1
     """Processes, each with an input pipeline of its own."""
-    worker_index: int
-    always_wrap: bool
+    worker_index: int = 0
+    always_wrap: bool = False
     """Hand out `PerReplica` even for one replica. False: with one replica, batches are handed out bare."""
-    communicator: Communicator | None
+    communicator: Communicator | None = None
     """The way to the other processes; None in a single process."""
     per_replica_input: Literal["honoured", "refused"] = "honoured"
     """What `InputReplicationMode.PER_REPLICA` means to this strategy: a pipeline for each replica, or nothing (one
@@ -100,7 +100,8 @@ class ReplicaEngine(Protocol):
         """Ids of the replicas in this process."""
 
     @property
-    def is_chief(self) -> bool: ...
+    def is_chief(self) -> bool:
+        return True
 
     @property
     def layout(self) -> InputLayout: ...
@@ -112,10 +113,12 @@ class ReplicaEngine(Protocol):
     @property
     def everyone(self) -> Communicator | None:
         """All processes of the job, for calls that each has to make; None where this is the only one, or closed."""
+        return None
 
     @property
     def rounds(self) -> MakesRounds | None:
         """None where replicas are equal between runs."""
+        return None
 
     def device_of_replica(self, replica: int) -> str: ...
 
@@ -161,3 +164,4 @@ class ReplicaEngine(Protocol):
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Batch normalisation of ``x`` in training, over all replicas, where the engine has a way of its own; None: by
         `all_gather`."""
+        return None

@@ -22,7 +22,7 @@ from torchstrat.core import context, nest, reduction
 from torchstrat.core._torch_private import new_hook_key
 from torchstrat.core.context import ReplicaContext, StrategyLike, enter, wraps_values
 from torchstrat.core.devices import canonical, torch_device
-from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
+from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaEngine, ReplicaStates
 from torchstrat.core.errors import ContextError
 from torchstrat.core.gradients import check_weight
 from torchstrat.core.memory import Copies, copies_in_one_process, local_copies
@@ -66,7 +66,7 @@ def _inputs_of(
     return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 
-class InProcessReplicas:
+class InProcessReplicas(ReplicaEngine):
     """One or more replicas on ``devices`` (canonical strings; ``cpu:i`` are virtual replicas of one CPU).
 
     ``parameter_device``: where the central variables live, or None for "with the first replica". ``local``: every
@@ -143,16 +143,8 @@ class InProcessReplicas:
         return tuple(range(len(self._devices)))
 
     @property
-    def is_chief(self) -> bool:
-        return True
-
-    @property
     def communication(self) -> str:
         return "within this process"
-
-    @property
-    def everyone(self) -> None:
-        return None
 
     @property
     def layout(self) -> InputLayout:
@@ -160,10 +152,6 @@ class InProcessReplicas:
             num_replicas=self.num_replicas,
             local_replicas=self.local_replicas,
             devices=self._torch_devices,
-            num_workers=1,
-            worker_index=0,
-            always_wrap=False,
-            communicator=None,
             per_replica_input="honoured" if wraps_values(self._strategy) else "refused",
         )
 
@@ -478,9 +466,6 @@ class InProcessReplicas:
     def span_replicas(self) -> None:
         if self._weights is not None:
             self._weights.span_replicas()
-
-    def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
-        return None
 
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         if self._rounds:

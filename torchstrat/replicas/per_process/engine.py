@@ -26,7 +26,7 @@ from torchstrat.core._torch_private import new_hook_key, own_buffers
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.devices import torch_device
-from torchstrat.core.engine import InputLayout, MakesRounds, ReplicaStates
+from torchstrat.core.engine import InputLayout, ReplicaEngine, ReplicaStates
 from torchstrat.core.errors import CommunicationError
 from torchstrat.core.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.core.memory import Copies, copies_in_processes
@@ -61,14 +61,16 @@ from torchstrat.replicas.transfer import broadcast_tensors
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 
 
-class PerProcessReplica:
+class PerProcessReplica(ReplicaEngine):
     """This process's replica; its id is the process's rank.
 
     ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
     owns both, and the others keep working copies of the parameters. ``keeps_gradients``: in such memory, gradients are
     combined only where they are stepped. ``copies``: of a device, where the shared memory is on the host. ``pages``: of
-    what steps allocate. ``around_step``: what the step function is called in.
+    what steps allocate.
     """
+
+    _has_step_context = False
 
     def __init__(
         self,
@@ -82,10 +84,8 @@ class PerProcessReplica:
         keeps_gradients: bool = False,
         copies: DeviceCopies | None = None,
         pages: StepPages | None = None,
-        around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._strategy = strategy
-        self._around_step, self._has_step_context = around_step, around_step is not nullcontext
         self._pages = pages
         self._world = communicator
         self._is_closed = False
@@ -166,10 +166,6 @@ class PerProcessReplica:
             # A channel of its own: input is fetched in the background, while the step talks to the others too.
             communicator=self._world.split(),
         )
-
-    @property
-    def rounds(self) -> MakesRounds | None:
-        return None
 
     def device_of_replica(self, replica: int) -> str:
         return self._device
@@ -474,6 +470,10 @@ class PerProcessReplica:
             self._edits.state.forget()
         return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
 
+    def _around_step(self) -> AbstractContextManager[None]:
+        """What the step function is called in, where there is anything (``_has_step_context``)."""
+        return nullcontext()
+
     def _undo(self, error: BaseException, roster: Roster, buffers: ProcessBuffers) -> None:
         """Variables become what they were after the last optimizer step, buffers what they were before the run."""
         buffers.restore()
@@ -548,8 +548,6 @@ class PerProcessReplica:
     def span_replicas(self) -> None:
         if self._weights is not None:
             self._weights.span_replicas()
-
-    def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None: ...
 
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         agree(self._communicator, "merge_call")

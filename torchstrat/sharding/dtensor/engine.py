@@ -30,13 +30,12 @@ from torchstrat.core._torch_private import own_parameters
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
-from torchstrat.core.engine import InputLayout, ReplicaStates
+from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import ContextError, ReplicaDivergenceError
 from torchstrat.core.memory import Copies
 from torchstrat.core.randomness import state_of
-from torchstrat.core.reduction import Axis, ReduceOp
+from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica
-from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.distributed.collectives.agreement import INPUT, SumsInPlace, agree, all_equal, code, fingerprint
 from torchstrat.distributed.collectives.process_group import abandon
@@ -154,14 +153,16 @@ RUN = "run (all logical devices of a replica get the same input)"
 _LOOKED_AT_BYTES = 1 << 14
 
 
-class LogicalReplicas:
-    """This process's part of one replica.
+class LogicalReplicas(PerProcessReplica):
+    """This process's part of one replica: along the replica axis, a replica in a process of its own.
 
     Args:
         everyone: all processes of the job, ``replica * L + logical device``.
         column: those that are the same logical device of the other replicas.
         devices: those of this replica.
     """
+
+    _has_step_context = True
 
     def __init__(
         self,
@@ -175,20 +176,9 @@ class LogicalReplicas:
         *,
         communication: str,
     ) -> None:
-        self._strategy, self._everyone, self.devices = strategy, everyone, devices
-        self._is_closed = False
+        self._everyone, self.devices = everyone, devices
         self._names = [str(name) for name in everyone.all_gather_object(device, "the names of devices")]
-        self._inner = PerProcessReplica(
-            strategy,
-            column,
-            device,
-            gradient_op,
-            central=False,
-            communication=communication,
-            around_step=self._around_step,
-        )
-        self.registry: VariableRegistry = self._inner.registry
-        self.gradient_op = gradient_op
+        super().__init__(strategy, column, device, gradient_op, central=False, communication=communication)
         self.variables = CutVariables(self.registry, devices, None if rules is None else rules.sharding_for)
         self._unchecked_rules = rules
         self._surroundings = StepSurroundings(self.registry, self.variables)
@@ -203,20 +193,8 @@ class LogicalReplicas:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     @property
-    def num_replicas(self) -> int:
-        return self._inner.num_replicas
-
-    @property
-    def local_replicas(self) -> tuple[int, ...]:
-        return self._inner.local_replicas
-
-    @property
     def is_chief(self) -> bool:
         return self._everyone.rank == 0
-
-    @property
-    def communication(self) -> str:
-        return self._inner.communication
 
     @property
     def everyone(self) -> Communicator | None:
@@ -236,46 +214,28 @@ class LogicalReplicas:
             communicator=FirstOfReplica(self._everyone.split(), self.devices.axes.num_logical_devices),
         )
 
-    @property
-    def rounds(self) -> None:
-        return None
-
-    def device_of_replica(self, replica: int) -> str:
-        return self._inner.device_of_replica(replica)
-
-    @property
-    def replica_states(self) -> ReplicaStates:
-        return self._inner.replica_states
-
     def copies(self) -> list[Copies]:
         """Of what is not cut; what is cut takes less."""
-        return [copies for copies in self._inner.copies() for _ in range(self.devices.axes.num_logical_devices)]
+        return [copies for copies in super().copies() for _ in range(self.devices.axes.num_logical_devices)]
 
     # -- scope ------------------------------------------------------------------------------------------------------
 
-    def scope_opened(self) -> None:
-        self._inner.scope_opened()
-
     def scope_closed(self, *, failed: bool = False) -> None:
         if failed:
-            self._inner.scope_closed(failed=True)
+            super().scope_closed(failed=True)
             return
         self.variables.draw()
         with self.variables.inside():
-            self._inner.scope_closed()
+            super().scope_closed()
         self._take()
 
     def check_replicas(self, when: str) -> None:
         with self.variables.inside():
-            self._inner.check_replicas(when)
-
-    def set_no_sync(self, active: bool) -> None:
-        self._inner.set_no_sync(active)
+            super().check_replicas(when)
 
     def close(self) -> None:
-        self._is_closed = True
         self._while_cut.close()
-        self._inner.close()
+        super().close()
 
     def _take(self) -> None:
         self.variables.take()
@@ -303,7 +263,7 @@ class LogicalReplicas:
         self._surroundings.check_optimizers()
         self._require_alike(leaves)
         with self.variables.inside():
-            result = self._inner.run(fn, args, kwargs)
+            result = super().run(fn, args, kwargs)
         return nest.map_structure(_put_together, result)
 
     def _require_alike(self, leaves: Sequence[object]) -> None:
@@ -374,38 +334,17 @@ class LogicalReplicas:
         rows = [tuple(range(first, first + logical)) for first in range(0, self._everyone.size, logical)]
         return DeviceGrid(tuple(rows)), [f"rank {rank} ({name})" for rank, name in enumerate(self._names)]
 
-    # -- replica context, and cross-replica context -----------------------------------------------------------------
+    # -- replica context -------------------------------------------------------------------------------------------
 
     def all_reduce(self, op: ReduceOp, value: object) -> Any:
-        return self._inner.all_reduce(op, nest.map_structure(_whole, value))
+        return super().all_reduce(op, nest.map_structure(_whole, value))
 
     def all_gather(self, value: object, axis: int) -> Any:
-        return self._inner.all_gather(nest.map_structure(_whole, value), axis)
+        return super().all_gather(nest.map_structure(_whole, value), axis)
 
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         whole_args, whole_kwargs = nest.map_structure(_whole, list(args)), nest.map_structure(_whole, kwargs)
-        return self._inner.merge_call(fn, tuple(whole_args), whole_kwargs)
-
-    def set_weight(self, weight: float) -> None:
-        self._inner.set_weight(weight)
-
-    def relative_weight(self) -> float:
-        return self._inner.relative_weight()
-
-    def span_replicas(self) -> None:
-        self._inner.span_replicas()
-
-    def sync_batch_norm(self, layer: object, x: torch.Tensor) -> torch.Tensor | None:
-        return None
-
-    def reduce(self, op: ReduceOp, value: object, axis: Axis) -> Any:
-        return self._inner.reduce(op, value, axis)
-
-    def weighted_mean(self, value: object) -> object:
-        return self._inner.weighted_mean(value)
-
-    def gather(self, value: object, axis: int) -> Any:
-        return self._inner.gather(value, axis)
+        return super().merge_call(fn, tuple(whole_args), whole_kwargs)
 
 
 def _whole(leaf: object) -> Any:

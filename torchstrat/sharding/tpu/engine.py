@@ -19,7 +19,7 @@ import torch
 
 from torchstrat.core import context, nest, reduction
 from torchstrat.core.context import ReplicaContext, RunOptions, StrategyLike, enter
-from torchstrat.core.engine import InputLayout
+from torchstrat.core.engine import InputLayout, ReplicaEngine
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.gradients import shares
 from torchstrat.core.memory import Copies
@@ -148,7 +148,7 @@ class _Recordings(threading.local):
     current: Recording | None = None
 
 
-class SpmdReplicas:
+class SpmdReplicas(ReplicaEngine):
     """The replicas of ``grid``, which are its first ``num_replicas`` rows; what lies behind are lanes without one."""
 
     def __init__(
@@ -192,31 +192,15 @@ class SpmdReplicas:
         return "collectives that XLA compiles into the step"
 
     @property
-    def is_chief(self) -> bool:
-        return True
-
-    @property
-    def everyone(self) -> None:
-        return None
-
-    @property
     def layout(self) -> InputLayout:
         several = self._num_replicas > 1
         return InputLayout(
             num_replicas=self._num_replicas,
             local_replicas=self.local_replicas,
             devices=(self._runtime.device,) * self._num_replicas,
-            num_workers=1,
-            worker_index=0,
-            always_wrap=False,
-            communicator=None,
             placement=LanePlacement(self._feeder) if several else None,
             join=lane_values.join if several else None,
         )
-
-    @property
-    def rounds(self) -> None:
-        return None
 
     def device_of_replica(self, replica: int) -> str:
         return f"{self._runtime.device.type}:{self._runtime.device.index or 0}"
