@@ -187,6 +187,15 @@ def _logged_by_one(s: Any, m: Any, o: Any) -> None:
     s.run(step)
 
 
+def _changed_twice(s: Any, m: Any, o: Any) -> None:
+    _steps(s, m, o)
+    state = o.state_dict()
+    _steps(s, m, o)
+    for entries in state["state"].values():
+        entries["exp_avg"].mul_(2)
+    o.load_state_dict(state)
+
+
 def _state_read_by_one(s: Any, m: Any, o: Any) -> None:
     _steps(s, m, o)
     if _rank() == 0:
@@ -418,6 +427,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     "given state that is kept": (
         "UnsupportedError: optimizer.state was given a tensor as 'exp_avg' .* still has that tensor under another name",
         lambda s, m, o: _given_state(s, m, o, torch.ones(16, 6)),
+    ),
+    "state that two have changed": (
+        "UnsupportedError: load_state_dict .* both the program and steps have changed it",
+        _changed_twice,
     ),
     "given a piece of state": (
         r"UnsupportedError: optimizer.state has 'exp_avg' of shape \(8, 6\) for a parameter of shape \(16, 6\)",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.dtensor import jobs, programs, proving, training
+from tests.dtensor import jobs, loaded_states, programs, proving, training
 from tests.dtensor.operator_cases import CASES, PROVEN_ELSEWHERE
 from tests.dtensor.operator_list import DOCUMENT, text
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -80,8 +80,8 @@ def test_four_logical_devices(four_processes: Workers) -> None:
 
 def test_programs_give_the_numbers_of_one_process(two_processes: Workers) -> None:
     names = [*programs.PROGRAMS]
-    expected = programs.run_all(1, names)
-    for found in two_processes.run(programs.run_all, 2, names, timeout_seconds=200):
+    expected = loaded_states.run_all(1, names)
+    for found in two_processes.run(loaded_states.run_all, 2, names, timeout_seconds=200):
         for name, (seen, state) in expected.items():
             same(found[name][0], seen, name)
             same([*found[name][1].values()], [*state.values()], name)

@@ -94,7 +94,7 @@ class _PutTogether(_Hooks):
         for name, parameter in _cut_members(module, self._variables).items():
             if state.get(prefix + name) is parameter:  # keep_vars=True: the parameter itself, for who knows it by that
                 continue
-            state[prefix + name] = self._variables.whole(parameter)
+            state[prefix + name] = self._variables.whole_copy(parameter)
 
 
 class _OfModule(_Hooks):
@@ -109,7 +109,7 @@ class _OfModule(_Hooks):
         for name, parameter in _cut_members(module, self._variables).items():
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                self._variables.assign(parameter, value)
+                self._variables.load(parameter, value)
                 state[prefix + name] = parameter.detach()  # which changes nothing when it is written to the parameter
 
 

@@ -56,11 +56,11 @@ def entry_of(piece: torch.Tensor, cut: Cut, devices: LogicalDevices) -> StateEnt
     return made
 
 
-def cut_entry(value: torch.Tensor, cut: Cut, devices: LogicalDevices) -> StateEntry:
+def cut_entry(value: torch.Tensor, cut: Cut, devices: LogicalDevices, dtype: torch.dtype | None = None) -> StateEntry:
     """An entry of the values of ``value``, whole or cut in whatever way, in memory of its own."""
     with torch.no_grad():
         piece = enter(value.detach(), devices, cut, ())
-        return entry_of(piece.to(devices.device, copy=True).contiguous(), cut, devices)
+        return entry_of(piece.to(devices.device, dtype, copy=True).contiguous(), cut, devices)
 
 
 def take_states(optimizer: torch.optim.Optimizer, variables: _Variables, devices: LogicalDevices) -> None:

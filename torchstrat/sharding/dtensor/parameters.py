@@ -48,9 +48,10 @@ from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.state import reference_of_entry
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.dtensor import optimizer_state
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, leave, local_of
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, leave, local_of, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import Note, without_values
+from torchstrat.sharding.dtensor.whole_copies import WholeCopies
 from torchstrat.sharding.grid import Sharding
 
 _STEP_BYTES = 1 << 22
@@ -195,6 +196,7 @@ class CutVariables:
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         self._planned: dict[int, tuple[weakref.ref[torch.Tensor], Sharding]] = {}
         self._cut: dict[int, CutVariable] = {}
+        self._copies = WholeCopies()
         self._is_inside = False
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -493,14 +495,25 @@ class CutVariables:
         """An entry of an optimizer's state, put together if it is cut."""
         if not isinstance(value, CutTensor):
             return value
-        return self._devices.whole(local_of(value), value.cut, "optimizer.state_dict()")
+        whole = self._devices.whole(local_of(value), value.cut, "optimizer.state_dict()")
+        self._copies.note(whole, lambda: value)
+        return whole
 
     def cut_state(self, tensor: torch.Tensor, value: object) -> Any:
-        """The other way round, for the state of ``tensor``; a new tensor."""
+        """The other way round, for the state of ``tensor``. Where PyTorch has nothing to convert, steps are to change
+        ``value`` too."""
         entry = self.find(tensor)
-        if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
+        if entry is None or not isinstance(value, torch.Tensor) or tuple(shape_of(value)) != entry.shape:
             return value
-        return optimizer_state.cut_entry(value, entry.cut, self._devices)
+        current = self._copies.current(value)
+        dtype = tensor.dtype if tensor.is_floating_point() else value.dtype
+        is_kept = (value.dtype, value.device) == (dtype, self._devices.device)
+        if is_kept and isinstance(current, optimizer_state.StateEntry) and current.cut == entry.cut:
+            return current
+        made = optimizer_state.cut_entry(current, entry.cut, self._devices, dtype)
+        if is_kept and type(value) is torch.Tensor:
+            self._copies.note(value, lambda: made)
+        return made
 
     @contextmanager
     def states_as_pieces(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -509,15 +522,22 @@ class CutVariables:
         with optimizer_state.as_pieces(optimizer, self, self._devices):
             yield
 
-    def assign(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        """Give a variable that is cut new values, outside of a run."""
+    def whole_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same for ``state_dict()``, outside of a run."""
+        whole, entry = self.whole(tensor), self.find(tensor)
+        assert entry is not None
+        self._copies.note(whole, lambda: cut_tensor(entry.other.detach(), entry.cut, self._devices))
+        return whole
+
+    def load(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Give a variable that is cut the values of ``whole``, outside of a run."""
         entry = self.find(tensor)
         assert entry is not None
-        self._assign(entry, whole)
+        self._assign(entry, self._copies.current(whole))
 
     def _assign(self, entry: CutVariable, whole: torch.Tensor) -> None:
         with torch.no_grad():
-            entry.other.copy_(self._devices.own_piece(whole.detach(), entry.cut))
+            entry.other.copy_(enter(whole.detach(), self._devices, entry.cut, ()))
 
 
 def _zero(gradient: torch.Tensor | None) -> None:
