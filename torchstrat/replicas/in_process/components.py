@@ -249,12 +249,12 @@ class Components:
             self.helpers.install(replica)
         self._attributes.install(replica)
 
-    def _carry_to_central(self, slots: Iterable[TensorSlot] | None = None) -> None:
+    def _carry_to_central(self) -> None:
         """What the leader did to its components, and its gradients, as the central ones; for parked slots.
 
         All of them are copied, because an edit through ``.data`` leaves no trace by which to choose.
         """
-        for slot in self._slots.values() if slots is None else slots:
+        for slot in self._slots.values():
             own, central = slot.data[self._leader], slot.data[CENTRAL]
             if same_layout(own, central):
                 central.copy_(own)

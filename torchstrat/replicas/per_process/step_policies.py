@@ -36,14 +36,14 @@ from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 
 class StepLevels:
-    """``storage``: central storage in memory that the ranks share."""
+    """What ranks make equal before a step. ``storage``: central storage in memory that they share."""
 
     def __init__(
         self,
         gradients: GradientSynchronizer,
         edits: ParameterEdits,
         differing: DifferingEdits,
-        storage: CentralStorage | None,
+        storage: CentralStorage | None = None,
     ) -> None:
         self._gradients = gradients
         self._edits = edits
@@ -187,26 +187,10 @@ OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
 
 
-class ReplicatedSteps:
+class ReplicatedSteps(StepLevels):
     """Every rank steps its own copies."""
 
     steps_alone = False
-
-    def __init__(
-        self,
-        gradients: GradientSynchronizer,
-        edits: ParameterEdits,
-        differing: DifferingEdits,
-        storage: CentralStorage | None = None,
-    ) -> None:
-        self._gradients = gradients
-        self._edits = edits
-        self._levels = StepLevels(gradients, edits, differing, storage)
-
-    def begin(self, communicator: Communicator) -> None:
-        """A run of these ranks begins."""
-        self._communicator = communicator
-        self._levels.begin(communicator)
 
     def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
         """All ranks of the job are about to begin a run, whether or not they have rows."""
@@ -221,7 +205,7 @@ class ReplicatedSteps:
         return False
 
     def level(self, call: StepCall) -> bool:
-        self._levels.make_equal(call, call.tensors)
+        self.make_equal(call, call.tensors)
         return True
 
     def begin_step(self, call: StepCall) -> Optimizer | None:
@@ -231,10 +215,6 @@ class ReplicatedSteps:
         self._finish(call.tensors)
         self._edits.state.resume(call.optimizer)
 
-    def level_state(self, optimizer: Optimizer, call: str) -> None:
-        """A run has ended in which ranks have changed the optimizer's state differently."""
-        self._levels.level_state(optimizer, call)
-
     def _finish(self, tensors: list[torch.Tensor]) -> None:
         self._edits.note(tensors)
         self._gradients.records.after_step(tensors)
@@ -243,7 +223,7 @@ class ReplicatedSteps:
         self._edits.note(self._elsewhere(call.tensors))
 
     def end_evaluation(self, call: StepCall) -> None:
-        self._levels.level_edits(self._elsewhere(call.tensors), call.name)
+        self.level_edits(self._elsewhere(call.tensors), call.name)
 
     def step_with_closure(self, call: StepCall, evaluate: Callable[[], object]) -> object:
         raise NotImplementedError("everyone steps with a closure of its own")
@@ -273,7 +253,7 @@ class PrimarySteps(ReplicatedSteps):
             self._edits.make_equal(world, roster, BEFORE)
 
     def level(self, call: StepCall) -> bool:
-        self._levels.make_equal(call, self._elsewhere(call.tensors))
+        self.make_equal(call, self._elsewhere(call.tensors))
         return True
 
     def begin_step(self, call: StepCall) -> Optimizer | None:
@@ -341,11 +321,12 @@ class ShardedSteps(PrimarySteps):
     """Central storage in memory that the ranks share: steps that can be are shared out among them, and what the owner
     does alone all ranks see without being told."""
 
+    _storage: CentralStorage
+
     def __init__(
         self, gradients: GradientSynchronizer, edits: ParameterEdits, differing: DifferingEdits, storage: CentralStorage
     ) -> None:
         super().__init__(gradients, edits, differing, storage)
-        self._storage = storage
         self._shared: set[int] = set()  # optimizers of which the step that goes on is shared out
 
     def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
@@ -372,7 +353,7 @@ class ShardedSteps(PrimarySteps):
             self._shared.discard(id(call.optimizer))
             return super().level(call)
         self._shared.add(id(call.optimizer))
-        self._levels.make_equal(call, self._elsewhere(call.tensors, alone=False), is_shared=True)
+        self.make_equal(call, self._elsewhere(call.tensors, alone=False), is_shared=True)
         return True
 
     def begin_step(self, call: StepCall) -> Optimizer | None:
