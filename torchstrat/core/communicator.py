@@ -25,6 +25,13 @@ class Work(Protocol):
         """Block until the result is in place. Raises `CommunicationTimeoutError` after the group's timeout."""
 
 
+class Done:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        return None
+
+
 class Words(Protocol):
     """What all ranks say about one thing, as one rank sees it."""
 

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from torchstrat.sharding.dtensor.devices import Traffic
 
 
+_Function = Callable[..., object]
+_Args = tuple[object, ...]
+_Kwargs = dict[str, object]
+
 _Places = str | list[tuple[int, str]]
 """One device, or a device for each of several replicas."""
 
@@ -119,14 +123,7 @@ def _of_replicas(strategy: StrategyLike, replicas: tuple[int, ...]) -> _Places:
     return places[0][1] if strategy.num_replicas_in_sync == 1 else places
 
 
-def _update(
-    strategy: StrategyLike,
-    var: object,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    group: bool,
-) -> Any:
+def _update(strategy: StrategyLike, var: object, fn: _Function, args: _Args, kwargs: _Kwargs, group: bool) -> Any:
     """Call ``fn`` for each component of ``var`` in cross-replica context; see `StrategyExtended.update`."""
     one_replica = placement_of(strategy) is VariablePlacement.ONE
     if not one_replica and not strategy.extended.variable_created_in_scope(var):
@@ -142,26 +139,14 @@ def _update(
         return _once(strategy, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
 
 
-def _update_non_slot(
-    strategy: StrategyLike,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    group: bool,
-) -> Any:
+def _update_non_slot(strategy: StrategyLike, fn: _Function, args: _Args, kwargs: _Kwargs, group: bool) -> Any:
     """Call ``fn`` where state that belongs to no single variable lives: once, or once per replica where mirrored."""
     if placement_of(strategy) is VariablePlacement.MIRRORED:
         return _for_each(strategy, lambda _, *a, **k: fn(*a, **k), args, kwargs, group)
     return _once(strategy, fn, args, kwargs, group)
 
 
-def _once(
-    strategy: StrategyLike,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    group: bool,
-) -> object:
+def _once(strategy: StrategyLike, fn: _Function, args: _Args, kwargs: _Kwargs, group: bool) -> object:
     central = placement_of(strategy) is VariablePlacement.CENTRAL
 
     def first(leaf: Any) -> Any:
@@ -175,13 +160,7 @@ def _once(
     return result if group else _opened(strategy, result)
 
 
-def _for_each(
-    strategy: StrategyLike,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    group: bool,
-) -> object:
+def _for_each(strategy: StrategyLike, fn: _Function, args: _Args, kwargs: _Kwargs, group: bool) -> object:
     """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
     replicas, results = engine_of(strategy).local_replicas, []
     inputs = [(select_replica(replica, list(args)), select_replica(replica, kwargs)) for replica in replicas]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchstrat.core.communicator import Done
 from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError, ContextError
 from torchstrat.core.randomness import READING
 from torchstrat.core.tensor_bytes import bytes_of
@@ -96,13 +97,6 @@ class _Work:
             self._what, lambda: communicator.finish(self._work, by_device=self._by_device), number=self._number
         )
         communicator.channel.begun -= 1
-
-
-class Done:
-    """A collective that is over."""
-
-    def wait(self) -> None:
-        return None
 
 
 _abandoned: collections.deque[dist.ProcessGroup] = collections.deque()

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchstrat.core.communicator import Communicator, Words, Work
+from torchstrat.core.communicator import Communicator, Done, Words, Work
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
+from torchstrat.distributed.collectives.process_group import SUMMED_AS, ProcessGroupCommunicator
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import BLOCK_BYTES, Blocks, InPlaceSum, Piece

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchstrat.core import gradients as arithmetic
-from torchstrat.core.communicator import Words, Work
+from torchstrat.core.communicator import Done, Words, Work
 from torchstrat.core.gradients import CombinedGradient, GradientHooks, as_dense, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import Members, VariableRegistry
@@ -28,14 +28,6 @@ from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.newborn import Twins
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
-
-
-class _Done:
-    def wait(self) -> None:
-        """It is."""
-
-
-_DONE = _Done()
 
 
 class InProcessCommunicator:
@@ -88,7 +80,7 @@ class InProcessCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
         self.sum_in_place([tensor], 1.0, what)
-        return _DONE
+        return Done()
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         def combine(tensors: list[torch.Tensor]) -> list[None]:

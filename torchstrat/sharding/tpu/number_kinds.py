@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from torchstrat.core import nest
 from torchstrat.core.errors import ContextError, UnsupportedError
-from torchstrat.core.half_precision import HALF
+from torchstrat.core.reduction import HALF
 from torchstrat.core.tensor_functions import setter
 from torchstrat.sharding.tpu.lanes import Arguments, Function, Options, TensorSet
 from torchstrat.sharding.tpu.limits import current_place

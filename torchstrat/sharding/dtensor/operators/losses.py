@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from torchstrat.core.half_precision import widen
+from torchstrat.core.reduction import widen
 from torchstrat.sharding.dtensor.cut_tensors import shape_of
 from torchstrat.sharding.dtensor.operators.contraction import agree_on_labels, cut_by_labels
 from torchstrat.sharding.dtensor.operators.elementwise import over_elements

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from torchstrat.core._torch_private import foreach_norm
-from torchstrat.core.half_precision import HALF, widen
+from torchstrat.core.reduction import HALF, widen
 from torchstrat.core.tensor_functions import tensors_in
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, cut_axes

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.core.half_precision import widen
+from torchstrat.core.reduction import widen
 
 Tensor = torch.Tensor
 _TENSOR: Any = torch.Tensor

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.core._torch_private import unpooled_size
-from torchstrat.core.half_precision import widen
+from torchstrat.core.reduction import widen
 
 Tensor = torch.Tensor
 Sizes = int | Sequence[int]
