@@ -35,7 +35,9 @@ from torchstrat.core._torch_private import (
     hooks_on_gradient,
     is_of_transform,
     new_hook_key,
+    own_buffers,
     own_children,
+    own_parameters,
     registration_hooks,
 )
 from torchstrat.core.values import DistributedValues
@@ -401,6 +403,13 @@ class Watcher:
     """A module has been made by a deep copy, or unpickled."""
     on_helper: Callable[[object], None]
     """An optimizer, scheduler or gradient scaler has been made."""
+
+
+def is_made(module: nn.Module, name: str, member: object) -> bool:
+    """Whether a member that is about to be registered is a new one: no buffer that only gets another value (``self.seen
+    += 1``), nor what the module has under that name already."""
+    is_there = any(members(module).get(name) is member for members in (own_parameters, own_children))
+    return not is_there and own_buffers(module).get(name) is None
 
 
 class MembersWatch:

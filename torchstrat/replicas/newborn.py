@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat.core._torch_private import own_buffers, own_parameters
+from torchstrat.core.reachable import is_made
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.roster import Roster
 
@@ -71,7 +72,7 @@ class Newborn:
             is_new = name not in own_buffers(module) and name not in own_parameters(module)
             if self._on_new is not None and is_new and any(module is one for one in self._modules):
                 self._on_new(module, name, member)
-            if member.requires_grad or self._named is not None:
+            if is_made(module, name, member) and (member.requires_grad or self._named is not None):
                 self.watch(module)
 
     def watch(self, module: nn.Module) -> None:

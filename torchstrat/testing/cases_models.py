@@ -287,7 +287,8 @@ class _Centred(nn.Module):
 
 
 class _Counts(nn.Module):
-    """Buffers of every kind: shared, not saved, replaced, made on the way, of integers and of a replica's own."""
+    """Buffers of every kind: shared, not saved, replaced, made on the way, of integers and of a replica's own; beside
+    them a plain count."""
 
     steps: torch.Tensor
     mean: torch.Tensor
@@ -298,26 +299,56 @@ class _Counts(nn.Module):
         self.layer = nn.Linear(6, 3)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.calls = 0
         self.other = nn.Module()
         self.other.register_buffer("shared", self.mean)
         ts.get_strategy().extended.set_aggregation(self, "mean", "mean")
 
     def forward(self, x: torch.Tensor) -> Any:
         out = self.layer(x)
+        self.calls += 1
         self.steps += 1
         self.mean.mul_(0.5).add_(out.detach().mean(dim=0), alpha=0.5)
         if "late" not in self._buffers:
             self.register_buffer("late", torch.zeros(3))
             ts.get_strategy().extended.set_aggregation(self, "late", "mean")
         self.late = self.late * 0.5 + out.detach().mean(dim=0)
-        return out + self.other.shared.mean() * 0  # type: ignore[operator]
+        return out / self.calls + self.other.shared.mean() * 0  # type: ignore[operator]
 
 
 def buffers_of_every_kind() -> Training:
     model: Any = _Counts()
-    found = {name: partial(getattr, model, name) for name in ("steps", "mean", "late")}
+    found = {name: partial(getattr, model, name) for name in ("steps", "mean", "late", "calls")}
     watch = {"layer": model.layer, **found, "shared": lambda: model.other.shared}
     return Training(plain_step(model, sgd(model, momentum=0.0)), watch)
+
+
+class _Cooling(nn.Module):
+    """Sets buffers, parameters and children that are there, which makes none, beside a plain number."""
+
+    shift: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.temperature *= 0.9
+        self.layer = self.layer
+        self.seen += 1
+        with torch.no_grad():
+            self.shift *= 0.5
+        return self.layer(x) / self.temperature + self.shift
+
+
+def members_set_anew() -> Training:
+    model = _Cooling()
+    watch = {"model": model, "temperature": lambda: model.temperature}
+    return Training(plain_step(model, sgd(model)), watch)
 
 
 _uneven_images = partial(images, (8, 5, 1, 3, 7))
@@ -363,6 +394,7 @@ CASES = (
         gan,
         rank_dependent_values,
         buffers_of_every_kind,
+        members_set_anew,
     ),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
+from torchstrat.core.reachable import is_made
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
 from torchstrat.replicas.state import SEQUENCES, is_container, private_value, reference_of_entry, trace
@@ -220,6 +221,11 @@ class ComponentAttributes:
             kept[key] = _Copies(reference_of_entry(value, kept))
         return kept[key].of(value, replica)
 
+    def expect_member(self, module: nn.Module, name: str, member: object) -> None:
+        """The replica whose turn it is sets a member."""
+        if is_made(module, name, member):
+            self.made_members()
+
     def made_members(self) -> None:
         """The replica whose turn it is registers parameters or buffers. They are made once, for all, so what it sets
         beside them (``self.is_built = True``) must not be missed by the others."""
@@ -364,9 +370,12 @@ def _is_small(value: Any) -> bool:
 
 
 def _tell(others: _Attributes, own: _Attributes) -> None:
-    """Give another replica what one has set: all that is new or has become a member, and other plain values."""
+    """Give another replica what one has set: all that is new or has become a member, and other plain values. Not what
+    it has counted: the other one counts, too."""
     for name, value in own.items():
         if name in _SHARED or others.get(name, own) is value:
+            continue
+        if type(value) is int and type(others.get(name)) is int and value == others[name] + 1:
             continue
         if name not in others or isinstance(value, bool | int | float | str | type(None)):
             others[name] = value

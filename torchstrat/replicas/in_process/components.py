@@ -543,8 +543,11 @@ class Components:
         """The replica whose turn it is registers parameters or buffers."""
         self._attributes.made_members()
 
-    def expect_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """The replica whose turn it is is about to register a buffer."""
+    def expect_member(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """The replica whose turn it is is about to register a parameter or a buffer."""
+        self._attributes.expect_member(module, name, value)
+        if isinstance(value, nn.Parameter):
+            return
         if self.buffers.was_there(module):
             self.buffers.expect(module, name, value, self._holder)
         else:

@@ -436,11 +436,9 @@ class InProcessReplicas(ReplicaEngine):
 
     def _expect(self, module: nn.Module, name: str, member: torch.Tensor) -> None:
         """A replica's code is about to register a parameter or a buffer."""
-        self._components.made_members()
+        self._components.expect_member(module, name, member)
         if isinstance(member, nn.Parameter):
             self._gradients.attach([member])
-        else:
-            self._components.expect_buffer(module, name, member)
 
     def _note_copy(self, module: nn.Module) -> None:
         self._components.note_copy(module)

@@ -199,8 +199,8 @@ class Passes:
         self._values = _Values(registry)
         self._helpers, self._attributes = ComponentHelpers(), ComponentAttributes()
         self._settings = ProcessSettings()
-        tell = lambda *_: self._attributes.made_members()  # noqa: E731
-        self._members = MembersWatch(Watcher(lambda: self.index is not None, tell, tell, tell))
+        expect, ignore = self._attributes.expect_member, lambda *_: None
+        self._members = MembersWatch(Watcher(lambda: self.index is not None, expect, ignore, ignore))
         self._in_progress = StepInProgress()  # the first pass's
         self._installed = FIRST
         self._baton = Baton(range(count), threads, self._switch)
