@@ -22,7 +22,7 @@ from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused, switched_off
 from torchstrat.core import _functional_private
 from torchstrat.errors import UnsupportedError
-from torchstrat.replicas import scaling_lookups
+from torchstrat.replicas import renormed_rows, scaling_lookups
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.per_process.step_policies import StepLevels
 
@@ -170,6 +170,14 @@ def _decayed_and_looked_up(net: Net, batch: Batch) -> torch.Tensor:
     return _alone(net, (_many(batch), batch[1]))
 
 
+def _on_another(net: Net, batch: Batch, looks_up: int) -> torch.Tensor:
+    """One replica looks rows up, the other one uses the table as a whole."""
+    context = ts.get_replica_context()
+    if context is None or context.replica_id_in_sync_group == looks_up or context.num_replicas_in_sync == 1:
+        return _alone(net, batch)
+    return _loss(net.weight[:1], net, batch) * net.weight.norm()
+
+
 def _computed(net: Net, batch: Batch) -> torch.Tensor:
     table = net.weight * 2
     found = F.embedding(batch[0], table, max_norm=NORM).mean(1)
@@ -232,6 +240,11 @@ def _by_closure(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Bat
 def _then_read(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
     _by_backward(net, optimizer, use, batch)
     net.seen += net.weight.detach().norm()
+
+
+def _without_step(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
+    with torch.no_grad():
+        net.seen += use(net, batch)
 
 
 def _in_two_parts(net: Net, optimizer: torch.optim.Optimizer, use: Use, batch: Batch) -> None:
@@ -330,6 +343,9 @@ ROWS: Mapping[str, Row] = {
     "used as a whole, in a closure": Row(_tied, REFUSED, _by_closure),
     "used without gradient": Row(_without_gradient, REFUSED),
     "used as a whole, the table frozen": Row(_frozen_and_used, REFUSED),
+    "used where another one looks up": Row(partial(_on_another, looks_up=0), REFUSED),
+    "used where another one looks up, before": Row(partial(_on_another, looks_up=1), REFUSED),
+    "used where another one looks up, without a step": Row(partial(_on_another, looks_up=1), REFUSED, _without_step),
     "used in a merge_call": Row(_in_merge_call, REFUSED),
     "used by detach()": Row(_detached, REFUSED),
     "used by .data": Row(_data, REFUSED),
@@ -460,6 +476,19 @@ FAULTS = (
         "a function that has been compiled keeps its lookups",
         switched_off(_functional_private, "_compiled_lookups", _Forgets()),
         cells_at("looked up and used in a function compiled before", "functional.embedding", "mirrored x2"),
+    ),
+    PlantedFault(
+        "ranks do not tell what they have used tables for",
+        switched_off(renormed_rows, "uses_of", lambda uses, keys: {}),
+        (
+            *cells_at("used where another one looks up", "nn.Embedding", "torchrun mirrored"),
+            *cells_at("used where another one looks up, without a step", "nn.Embedding", "torchrun mirrored"),
+        ),
+    ),
+    PlantedFault(
+        "ranks do not hear of tables that others look up",
+        switched_off(scaling_lookups.ScalingLookups, "hear_of", lambda self, key: None),
+        cells_at("used where another one looks up", "functional.embedding", "torchrun mirrored"),
     ),
     PlantedFault(
         "nobody looks for views that are there already",

@@ -8,18 +8,37 @@ by anybody's module, and there may be no copy left of what was there before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from torchstrat.core._torch_private import own_parameters
 from torchstrat.core.communicator import Communicator
+from torchstrat.core.errors import UnsupportedError
 from torchstrat.replicas.state import TensorSlot
 from torchstrat.replicas.transfer import broadcast_tensors
 
 Rows = tuple[int, torch.Tensor, torch.Tensor]
 """The number of a table, which of its rows, and what they are."""
+
+LOOKED_UP = ""
+Uses = Mapping[int, str]
+"""The number of a table → what this replica has used it for where it has not `LOOKED_UP` rows."""
+
+
+class UsesOfTables(Protocol):
+    """What the step has done with tables that scale rows on this replica, since rows were last brought together."""
+
+    def of(self, key: int) -> str | None:
+        """With the one of this ``id``: what `Uses` has; None: nothing."""
+
+    def hear_of(self, key: int) -> None:
+        """A replica has looked rows up in the one of this ``id``: it is one from the next run on."""
+
+    def refused(self, key: int, by: str) -> UnsupportedError:
+        """What there is to say of a use where another replica has looked rows up."""
 
 
 def scaling_tables(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -54,22 +73,46 @@ def scaled_rows(first: torch.Tensor, other: torch.Tensor, *, is_known: bool) -> 
     return rows[(shrunk < norms) & (shrunk > 0) & (off <= tolerance * norms)]
 
 
-def level(communicator: Communicator, tensors: Sequence[torch.Tensor], known: Container[int], call: str) -> set[int]:
+def uses_of(uses: UsesOfTables | None, keys: Iterable[int]) -> Uses:
+    """Of the tables with these ``id``, by their places among them."""
+    if uses is None:
+        return {}
+    found = ((number, uses.of(key)) for number, key in enumerate(keys))
+    return {number: use for number, use in found if use is not None}
+
+
+def require_lookups_alone(uses: UsesOfTables | None, keys: Sequence[int], everyone: Iterable[Uses]) -> None:
+    """``everyone``: what each rank has found. Raises on all of them alike where one has used what another has looked
+    rows up in."""
+    told = [item for one in everyone for item in one.items()]
+    if uses is None or not told:
+        return
+    looked_up = {number for number, use in told if use == LOOKED_UP}
+    for number in looked_up:
+        uses.hear_of(keys[number])
+    for number, use in told:
+        if use != LOOKED_UP and number in looked_up:
+            raise uses.refused(keys[number], use)
+
+
+def level(
+    communicator: Communicator, tensors: Sequence[torch.Tensor], known: Container[int], call: str, own_uses: Uses
+) -> tuple[set[int], list[Uses]]:
     """Overwrite ``tensors`` with the first rank's, but for rows that others have scaled; the numbers of the tensors
-    that have such rows. All ranks call it, with the same ones in one order. ``known``: the numbers of those that are
-    known to be tables that scale rows."""
+    that have such rows, and all ranks' uses. All ranks call it, with the same ones in one order. ``known``: the numbers
+    of those that are known to be tables that scale rows."""
     own = {number: tensor.clone() for number, tensor in enumerate(tensors) if may_be_table(tensor)}
     broadcast_tensors(communicator, tensors, 0, call)
     if not own:
-        return set()
+        return set(), []
     mine: list[Rows] = []
     for number, before in own.items():
         rows = scaled_rows(tensors[number], before, is_known=number in known)
         if len(rows) or len(scaled_rows(before, tensors[number], is_known=number in known)):  # or the first rank's own
             mine.append((number, rows.cpu(), before[rows].cpu()))
-    everyone = communicator.all_gather_object(mine, call)
-    put_rows(tensors, everyone)
-    return {number for told in everyone for number, _, _ in told}
+    everyone = communicator.all_gather_object((mine, own_uses), call)
+    put_rows(tensors, [rows for rows, _ in everyone])
+    return {number for rows, _ in everyone for number, _, _ in rows}, [uses for _, uses in everyone]
 
 
 def put_rows(tensors: Sequence[torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:

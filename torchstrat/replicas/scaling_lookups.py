@@ -9,11 +9,12 @@ a row that another replica has scaled already would be scaled anew.
 
 Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run begins, others from their first lookup.
 
-Nor may a replica that looks nothing up use a table in which another one has looked rows up by then. That is known of
-replicas in one process.
+Nor may a replica that looks nothing up use a table in which another one has looked rows up by then. Replicas in
+processes of their own tell each other when they bring scaled rows together.
 
 Not told: what asks no class (C++ extensions, ``from torch import tensor`` before the run); and of a table in
-none of these modules, before its first lookup in any run, what other replicas have done, and what ``.data`` has given.
+none of these modules, before its first lookup in any run (in another process: in that run), what other replicas have
+done, and what ``.data`` has given.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, methods, tensors_in
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
-from torchstrat.replicas.renormed_rows import scaling_tables
+from torchstrat.replicas.renormed_rows import LOOKED_UP, scaling_tables
 
 Norm = tuple[float, float]
 """``max_norm`` and ``norm_type`` of a lookup."""
@@ -280,6 +281,7 @@ class ScalingLookups:
         self._modules: tuple[int, list[weakref.ref[nn.Module]]] = (-1, [])  # with the registry's count of changes
         self._groups: dict[int, list[_Group]] = {}  # by replica
         self._replicas: list[int] = []
+        self._over: list[_Group] = []  # those of the last run
         self._end_asking: Callable[[], None] | None = None
         if num_replicas > 1:
             watch_scaling_lookups()
@@ -288,7 +290,7 @@ class ScalingLookups:
         """A run of these begins."""
         if self._num_replicas == 1:
             return
-        self._replicas = list(replicas)
+        self._replicas, self._over = list(replicas), []
         put_lookup_hook(self._key, self._note)
         if self._modules[0] != self._registry.changes:
             found = scaling_tables(self._registry.modules())
@@ -322,8 +324,20 @@ class ScalingLookups:
             found = self._used_elsewhere(self._all())
             for group in self._all():
                 group.pause(is_levelled=True)  # for good: a replica may still be in what it has been stopped in
-            self._groups = {}
+            self._groups, self._over = {}, list(self._all())
         return found
+
+    def of(self, key: int) -> str | None:
+        """Of the only replica of this process, in a run or right after it; see `UsesOfTables`."""
+        group = next((one for one in (*self._all(), *self._over) if key in one.ids), None)
+        return None if group is None else LOOKED_UP if group.has_looked_up else group.used_by or None
+
+    def hear_of(self, key: int) -> None:
+        if self.of(key) is None:
+            self._others.add(next(one for one in self._registry.tensors() if id(one) == key))
+
+    def refused(self, key: int, by: str) -> UnsupportedError:
+        return self._refused(next(one for one in self._registry.tensors() if id(one) == key), by)
 
     def _used_elsewhere(self, groups: Iterable[_Group]) -> UnsupportedError | None:
         """``groups``: of replicas that have come to where scaled rows are brought together."""

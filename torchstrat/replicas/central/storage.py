@@ -28,7 +28,15 @@ from torchstrat.distributed.collectives.shared_memory.device_copies import Devic
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.state import CentralState, Made, Part, Work, portions, tensors_of
-from torchstrat.replicas.renormed_rows import Rows, may_be_table, put_rows, scaled_rows
+from torchstrat.replicas.renormed_rows import (
+    Rows,
+    UsesOfTables,
+    may_be_table,
+    put_rows,
+    require_lookups_alone,
+    scaled_rows,
+    uses_of,
+)
 
 _MISSING = object()
 
@@ -211,6 +219,7 @@ class CentralStorage:
         self._rows: list[Rows] = []
         self.tables: Callable[[], Container[int]] = tuple
         """The ``id`` of the weights that are known to be tables whose rows a lookup scales."""
+        self.uses: UsesOfTables | None = None
         self.wrapped: Callable[[], Container[int]] = tuple
         """The ``id`` of the optimizers that others wrap."""
         self._leading: Optimizer | None = None
@@ -317,9 +326,11 @@ class CentralStorage:
         """The edits of one rank become everyone's, the others' are undone. All ranks of ``communicator`` call it,
         right after `look_for_edits` and a meeting that told that any has edits. ``rows``: some have scaled rows."""
         if rows:
-            told = communicator.all_gather_object(self._rows, call)
+            keys = [key for key, _ in self.parameters.places()]
+            everyone = communicator.all_gather_object((self._rows, uses_of(self.uses, keys)), call)
+            require_lookups_alone(self.uses, keys, [uses for _, uses in everyone])
             if communicator.rank == source:
-                put_rows([place.shown for _, place in self.parameters.places()], told)
+                put_rows([place.shown for _, place in self.parameters.places()], [told for told, _ in everyone])
                 self.look_for_edits()
         if communicator.rank == source:
             for memory, ranges in self._edits:

@@ -229,11 +229,13 @@ def _put(here: dict[object, object], told: dict[object, object], device: torch.d
 class ParameterEdits:
     """Notices edits by version counters and, because ``.data`` goes around those, by a sample of bytes.
 
-    ``modules()``: all that there are.
+    ``modules()``: all that there are. ``uses``: of tables, in the run.
     """
 
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]] = tuple) -> None:
-        self._modules = modules
+    def __init__(
+        self, modules: Callable[[], Iterable[nn.Module]] = tuple, uses: renormed_rows.UsesOfTables | None = None
+    ) -> None:
+        self._modules, self._uses = modules, uses
         self.state = StateEdits()
         """Of what optimizers keep."""
         self._edited: set[int] = set()  # ids of those that the program has edited in some step
@@ -302,7 +304,10 @@ class ParameterEdits:
         such rows. All ranks call it."""
         known = renormed_weights(self._modules())
         numbers = {number for number, tensor in enumerate(tensors) if id(tensor) in known}
-        scaled = renormed_rows.level(communicator, [tensor.data for tensor in tensors], numbers, call)
+        keys, memory = [id(tensor) for tensor in tensors], [tensor.data for tensor in tensors]
+        own_uses = renormed_rows.uses_of(self._uses, keys)
+        scaled, uses = renormed_rows.level(communicator, memory, numbers, call, own_uses)
+        renormed_rows.require_lookups_alone(self._uses, keys, uses)
         return [tensors[number] for number in sorted(scaled)]
 
 

@@ -96,8 +96,10 @@ class PerProcessReplica(ReplicaEngine):
         self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
+        self._lookups = ScalingLookups(strategy, communicator.size, self.registry)
         self._storage = CentralStorage.of(communicator, copies) if central else None
         if self._storage is not None:
+            self._storage.uses = self._lookups
             self._storage.tables = lambda: renormed_weights(self.registry.modules())
             self._storage.wrapped = self._find_wrapped
         self._is_staged = copies is not None
@@ -106,7 +108,7 @@ class PerProcessReplica(ReplicaEngine):
         self._rosters = Rosters(self.registry)
         owners = self._owners_of if keeps_gradients and self._storage is not None else None
         self._gradients = GradientSynchronizer(gradient_op, owners, rosters=self._rosters)
-        self._edits = ParameterEdits(self.registry.modules)
+        self._edits = ParameterEdits(self.registry.modules, self._lookups)
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
         self._newborn = Newborn(self.registry, self._take_over_newborn, on_new=self._take_over_member)
@@ -115,7 +117,6 @@ class PerProcessReplica(ReplicaEngine):
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
         self._counts = StepCounts()
-        self._lookups = ScalingLookups(strategy, communicator.size, self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[object]] = {}
         self._taken_over: tuple[object, ...] = ()  # what stays equal as long as there is nothing new
