@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torchstrat as ts
-from tests.matrix import on_servers, ps_after_steps
+from tests.matrix import on_servers, ps_after_steps, ps_views
 from tests.matrix.own_optimizers import Own
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
 from torchstrat.errors import UnsupportedError
-from torchstrat.parameter_server.serialization.captured_objects import Catalog
+from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing
 from torchstrat.parameter_server.server import live_optimizer
 from torchstrat.parameter_server.variables import cached_parameter, class_attributes, module_structure
 from torchstrat.parameter_server.worker import push, stepped_optimizers
@@ -376,6 +376,7 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         **{f"trace, {use.__name__[1:]}": partial(_in_script, use=use, is_traced=True) for use in (_called, _saved)},
     },
     **ps_after_steps.ROWS,
+    **ps_views.ROWS,
 }
 OLD = ("a pruned weight", "a pruned weight, pruned again", "a normed weight")
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers, workers in ((1, 1), (2, 2))}
@@ -475,6 +476,11 @@ FAULTS = [
         "what hooks derive is never current",
         switched_off(module_structure, "is_same", lambda one, other: False),
         _at(DERIVED, "a pruned weight that nobody trains"),
+    ),
+    PlantedFault(
+        "what shows a variable is a copy",
+        switched_off(Outgoing, "_view", lambda self, value: None),
+        _at(ps_views.OF_A_VARIABLE, *ps_views.ROWS[ps_views.OF_A_VARIABLE]),
     ),
     PlantedFault(
         "ids travel as the numbers that they are",

@@ -53,6 +53,19 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(shown[1].any())
 
 
+def shows_part(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether all elements of one dense tensor are elements of another one, which is contiguous."""
+    if whole.is_meta or whole.layout is not torch.strided or not whole.is_contiguous() or not view.numel():
+        return False
+    start = view.data_ptr() - whole.data_ptr()
+    return (
+        view.dtype == whole.dtype
+        and view.device == whole.device
+        and start >= 0
+        and start + extent(view) * view.element_size() <= whole.nbytes
+    )
+
+
 def extent(tensor: torch.Tensor) -> int:
     """How many elements lie between the first and the last in memory, with both."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -101,8 +101,8 @@ class Job:
         self.kinds = kinds or Kinds()
         self.lifetimes = Lifetimes()
         self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
-        self.variables = CapturedVariables(registry, self.placement, self.kinds, self.cache, self.lifetimes.died)
-        self.catalog = Catalog(registry, self.variables.spec_of, self.lifetimes, self.variables.at)
+        own = self.variables = CapturedVariables(registry, self.placement, self.kinds, self.cache, self.lifetimes.died)
+        self.catalog = Catalog(registry, own.spec_of, self.lifetimes, own.at, own.shown_by)
         self.first_function = 0  # numbers below were used by an earlier coordinator of the same servers
         self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
@@ -132,7 +132,7 @@ class Job:
         self._standalone: dict[int, VariableSpec] = {}
         self._default_dtype: torch.dtype | None = None  # as the servers know it
         self._committed = registry.counts
-        self._attributes = PlainAttributes(watches_derived=self.cache.is_on)
+        self._attributes = PlainAttributes(own.shown_by, watches_derived=self.cache.is_on)
         self._settled: tuple[Reading, Options, Modes] | None = None
         self._steps = CoordinatorSteps(self)
 

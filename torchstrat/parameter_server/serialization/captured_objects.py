@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from torchstrat.core._torch_private import own_children
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_children
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variables import VariableRegistry
@@ -60,6 +60,12 @@ Recipe = Callable[[Objects], object]
 _NEVER_CAPTURED = frozenset({types.FunctionType, types.ModuleType, types.CellType, types.MethodType, type})
 
 
+_SHOWS_A_TABLE = (
+    "it is a view, .data or detach() of {}, which goes by rows: workers have no memory of that, and a copy would not "
+    "follow its steps. Take the view in the function, or send a copy: .clone()."
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Described:
     """Stands for a variable in an increment, where no module holds it."""
@@ -86,6 +92,7 @@ def token_of_spec(spec: VariableSpec) -> Token:
 
 class Outgoing:
     """What goes as a reference from the coordinator to workers. ``fresh``: ids of captured objects that go themselves.
+    ``follows``: whether views of a variable's memory are views of the worker's, and no copies.
 
     Afterwards ``tokens`` has the references that were made and the objects that they stand for, ``described`` the
     variables whose descriptions went along.
@@ -93,9 +100,12 @@ class Outgoing:
 
     makes_plain = False
 
-    def __init__(self, catalog: Catalog, root: object, fresh: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, catalog: Catalog, root: object, fresh: frozenset[int] | None = None, *, follows: bool = True
+    ) -> None:
         self._catalog = catalog
         self._root = root
+        self._follows = follows
         self._fresh = fresh if fresh is not None else frozenset()
         self._describes = fresh is not None
         self._memo: dict[int, bool] = {}
@@ -113,6 +123,8 @@ class Outgoing:
             if token is not None:
                 self.tokens[token] = value
                 found = "ref", token
+        if found is None and self._follows and isinstance(value, torch.Tensor):
+            found = self._view(value)
         if found is not None:
             return found
         reason = refusal(value) or self._mixes(value)
@@ -132,6 +144,19 @@ class Outgoing:
             return "tensor", spec
         found = self._catalog.recipe_of(value)
         return ("made", *found) if found is not None else None
+
+    def _view(self, value: torch.Tensor) -> tuple[object, ...] | None:
+        whole = self._catalog.shown_by(value)
+        spec = None if whole is None else self._catalog.spec_of(whole)
+        if whole is None or spec is None:
+            return None
+        if spec.by_rows:
+            if not whole.requires_grad:
+                return None
+            raise Refused(value, _SHOWS_A_TABLE.format(spec.name))
+        with DisableTorchFunctionSubclass():
+            start = int(value.storage_offset()) - int(whole.storage_offset())
+            return "view", self.reference_to(whole), tuple(value.shape), value.stride(), start
 
     def _mixes(self, value: object) -> str | None:
         if isinstance(value, LogicalDeviceMethods):  # as every strategy is
@@ -235,6 +260,7 @@ class Catalog:
         spec_of: the variable of the job that a tensor is; None for an ordinary tensor.
         lifetimes: is told of what the program drops.
         variable_at: the tensor of a variable whose `id` this is, if there is one.
+        shown_by: the tensor of a variable of whose memory another tensor shows a part, if there is one.
     """
 
     def __init__(
@@ -243,11 +269,13 @@ class Catalog:
         spec_of: SpecOf,
         lifetimes: Lifetimes | None = None,
         variable_at: Callable[[int], torch.Tensor | None] = lambda _: None,
+        shown_by: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None,
     ) -> None:
         self._registry = registry
         self.spec_of = spec_of
         self._lifetimes = lifetimes or Lifetimes()
         self._variable_at = variable_at
+        self.shown_by = shown_by
         self._lock = threading.RLock()
         self._by_id: dict[int, _Entry] = {}
         self._numbers: collections.Counter[str] = collections.Counter()

@@ -8,7 +8,8 @@ that worker's calls, and the coordinator's stays as it is. Return what the coord
 worker, so such state lives on between calls; a function whose closure has changed is another function.
 
 Tensors among the arguments and in closures are copied when packed, so changing them afterwards does no harm. The same
-tensor twice is the same tensor there, while views of one storage no longer share it.
+tensor twice is the same tensor there, while views of one storage no longer share it. In closures and in attributes of
+modules, views of a variable are views of the worker's own.
 
 An exception that a function raised comes back as itself: its class, its arguments, its attributes.
 """
@@ -65,7 +66,7 @@ def pack(value: object, catalog: Catalog, what: str = "fn", remembered: Remember
     from torchstrat.parameter_server.serialization.pickler import ObjectPickler
 
     catalog.begin()
-    references = Outgoing(catalog, value)
+    references = Outgoing(catalog, value, follows=what == "fn")
     pickler = ObjectPickler(references)
     name = name_of(value, what)
     try:

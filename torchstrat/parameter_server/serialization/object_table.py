@@ -28,6 +28,7 @@ class World:
         make_missing: makes the object of a token that is referred to and was never registered (a per-worker dataset,
             for example); None: such a reference is an error.
         device: where plain tensors arrive that were on an accelerator.
+        make_view: makes a view of what ``make_tensor`` has made: shape, strides, first element.
 
     Attributes:
         version: number of the last increment that was loaded; 0 in the beginning.
@@ -39,8 +40,10 @@ class World:
         make_tensor: Callable[[VariableSpec], torch.Tensor],
         make_missing: Callable[[Token], object] | None = None,
         device: torch.device = _CPU,
+        make_view: Callable[..., torch.Tensor] = torch.as_strided,
     ) -> None:
         self.make_tensor = make_tensor
+        self._make_view = make_view
         self.device = device
         self.version = 0
         self._make_missing = make_missing
@@ -110,6 +113,9 @@ class World:
             if token not in self._objects:
                 self.register(token, recipe(self))
             return self._objects[token]
+        if reference[0] == "view":
+            _, whole, *place = reference
+            return self._make_view(self._look_up(whole), *place)
         return self.resolve(reference[1])
 
     def tensor_of(self, spec: VariableSpec) -> torch.Tensor:

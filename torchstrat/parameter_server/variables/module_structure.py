@@ -114,9 +114,12 @@ class _Known(NamedTuple):
 
 
 class PlainAttributes:
-    """Of the coordinator's modules and optimizers."""
+    """Of the coordinator's modules and optimizers. ``shown_by``: the variable whose memory a tensor shows."""
 
-    def __init__(self, *, watches_derived: bool = True) -> None:
+    def __init__(
+        self, shown_by: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None, *, watches_derived: bool = True
+    ) -> None:
+        self._shown_by = shown_by
         self._watches_derived = watches_derived
         self._known: dict[int, _Known] = {}
         # By identity: a variable in shards is a module, and compares as its values do.
@@ -167,14 +170,15 @@ class PlainAttributes:
             self._watch_derived(owner)
             for name in names_of(owner):
                 value = owner.__dict__[name]
-                if name in sent and sent[name] == _kept(value):
+                before = sent.get(name, self)
+                if before == _kept(value):
                     continue
                 sent[name] = _kept(value)
                 if is_fixed(value):
                     self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), value)
                 else:
                     self._set.get(owner, {}).pop(name, None)
-                    if not _is_worked_out(owner, value):
+                    if not (_is_worked_out(owner, value) or self._follows(value, before)):
                         self._warn(owner, name)
             if isinstance(owner, nn.Module):
                 for name in sent.keys() - vars(owner).keys():
@@ -187,6 +191,11 @@ class PlainAttributes:
             if now or owner in self._set:
                 found[ATTRIBUTES, token] = now
         return found
+
+    def _follows(self, value: object, before: object) -> bool:
+        """Whether it is a view of a variable, as it was: workers have one of theirs."""
+        is_as_it_was = isinstance(before, tuple) and before[0] == id(value)
+        return is_as_it_was and isinstance(value, torch.Tensor) and self._shown_by(value) is not None
 
     def _watch_derived(self, owner: nn.Module | Optimizer) -> None:
         if self._watches_derived and isinstance(owner, nn.Module) and hooks_before_forward(owner):

@@ -20,19 +20,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_parameters, version_of
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    own_buffers,
+    own_parameters,
+    tensors_in_storage,
+    version_of,
+)
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, is_listed
 from torchstrat.core.reduction import VariableAggregation
-from torchstrat.core.tensor_bytes import overlap
+from torchstrat.core.tensor_bytes import overlap, shows_part
 from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.parameter_server.dispatch import SAME_AS, Options
 from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import token_of_spec
-from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.serialization.plain import are_atoms, is_dense, is_fixed
 from torchstrat.parameter_server.variables import class_attributes
-from torchstrat.parameter_server.variables.cached_parameter import no_longer_one, shares_memory
+from torchstrat.parameter_server.variables.cached_parameter import alias_of, let_ask, no_longer_one, shares_memory
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
@@ -136,6 +142,21 @@ class CapturedVariables:
         number = self._numbers.get(address)
         tensor = None if number is None else self.tensor(number)
         return tensor if id(tensor) == address else None
+
+    def shown_by(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The variable in whose memory all lies that ``tensor`` shows: it is a view, or ``.data``. It asks from now on,
+        as it does if it was made after the variable was placed."""
+        with DisableTorchFunctionSubclass():
+            if tensor.requires_grad or not is_dense(tensor) or tensor.is_meta or tensors_in_storage(tensor) < 2:
+                return None
+            for number in list(self._specs):
+                whole = self.tensor(number)
+                if whole is None or whole is tensor or not shows_part(tensor, whole):
+                    continue
+                if (alias := alias_of(whole)) is not None and type(tensor) is torch.Tensor:
+                    let_ask(tensor, alias.holder)
+                return whole
+        return None
 
     def specs(self) -> list[VariableSpec]:
         """Of what the program still has."""

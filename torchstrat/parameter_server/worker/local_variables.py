@@ -480,6 +480,12 @@ class Copies:
 
     def _give_own_memory(self, spec: VariableSpec, parameter: WatchedParameter) -> None:
         """A function has assigned ``data``. Whoever else has that memory would be written to with the next values."""
+        if parameter.has_views():
+            raise UnsupportedError(
+                f"a scheduled function assigned .data of {spec.name}, of which this function or another, or a module, "
+                "has a view (.data, detach()) from before. On one device that would stay with the old memory; on "
+                "parameter servers it follows. Change the values in place: parameter.data.copy_(…)."
+            )
         for number, other in self.parameters():
             if other is parameter or (number in self._tables and number not in self._held):
                 continue

@@ -50,6 +50,8 @@ class WatchedParameter(nn.Parameter):
     _before: torch.Tensor | None = None
     has_other_memory = False
     """Whether a function has given it memory that may be another tensor's, too."""
+    views: Sequence[tuple[weakref.ref[torch.Tensor], int]] = ()
+    """What `view_of` has made, and where it begins."""
     has_left_gradient = False
     """Whether functions before this one have left a gradient of it on a worker, and this one has not looked: see
     `gradients`. Autograd adds to it below Python; whoever sets it to nothing, or sees that there is none, asks
@@ -125,8 +127,16 @@ class WatchedParameter(nn.Parameter):
         """Another tensor of the same shape takes the place of the values."""
         with DisableTorchFunctionSubclass():
             DATA.__set__(self, value)
+            for reference, start in self.views:
+                if (view := reference()) is not None:
+                    place = value.storage_offset() + start
+                    DATA.__set__(view, value.as_strided(view.shape, view.stride(), place))
         self.settle()
         watch_arrays_over(self)
+
+    def has_views(self) -> bool:
+        """Whether what `view_of` has made of it is there still."""
+        return any(reference() is not None for reference, _ in self.views)
 
     def settle(self) -> None:
         """Servers and this copy agree now."""
@@ -145,6 +155,16 @@ class WatchedParameter(nn.Parameter):
         """Somebody gets at the values past the counter of versions."""
         if self._before is None:
             self._before = self.memory.clone()
+
+
+def view_of(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> torch.Tensor:
+    """A part of a variable's memory, which follows it where that moves. It counts what is written to it as the
+    variable does."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        view = tensor.detach().as_strided(shape, stride, start + tensor.storage_offset())
+    if isinstance(tensor, WatchedParameter):
+        tensor.views = [*(one for one in tensor.views if one[0]() is not None), (weakref.ref(view), start)]
+    return view
 
 
 _by_address: dict[int, weakref.ref[WatchedParameter]] = {}

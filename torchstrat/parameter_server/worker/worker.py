@@ -61,6 +61,7 @@ from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.push import StepHook
 from torchstrat.parameter_server.worker.session import Settings
+from torchstrat.parameter_server.worker.stand_ins import view_of
 
 
 class BatchQueue:
@@ -380,7 +381,7 @@ class _Session:
         self._copies = Copies(self._access, torch_device(self._device))
         self._left = LeftGradients(self._copies.parameters)
         self._strategy = executor.make_strategy(self._device, self._servers, self._left.block)
-        self._world = World(self._copies.make, self._make_missing, torch_device(self._device))
+        self._world = World(self._copies.make, self._make_missing, torch_device(self._device), view_of)
         self._world.register(("strategy",), self._strategy)
         self._world.register(("access",), self._access)
         self._world.register(("coordinator",), CoordinatorHere(self._strategy))
