@@ -29,7 +29,7 @@ from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatt
 from torchstrat.core import context
 from torchstrat.core.context import engine_of, is_open
 from torchstrat.core.randomness import seedings, state_of
-from torchstrat.core.variable.variable import Variable, belongs_to
+from torchstrat.core.variable.variable import Variable
 from torchstrat.replicas.local_updates import OwnValues, mean_of, put_values
 from torchstrat.replicas.roster import Rosters
 
@@ -185,7 +185,7 @@ def everyone_of(objects: Mapping[str, object]) -> Communicator | None:
 
 def _belongs_to(value: object, strategy: StrategyLike) -> bool:
     if isinstance(value, Variable):
-        return belongs_to(value, strategy)
+        return context.strategy_of(value) is strategy
     registry = engine_of(strategy).registry
     if isinstance(value, nn.Module):
         return any(module in registry for module in value.modules())

@@ -77,6 +77,16 @@ def is_open(strategy: StrategyLike) -> bool:
     return not home_of(strategy).is_closed
 
 
+class OfStrategy:
+    """What belongs to one strategy."""
+
+    _strategy: StrategyLike
+
+
+def strategy_of(value: object) -> StrategyLike | None:
+    return value._strategy if isinstance(value, OfStrategy) else None
+
+
 class _Frame(NamedTuple):
     strategy: StrategyLike
     replica: ReplicaContext | None  # None: cross-replica context

@@ -57,7 +57,7 @@ class Progress(Generic[ElementT]):
 
 
 def _is_chief(elements: object) -> bool:
-    own = getattr(elements, "_strategy", None)
+    own = context.strategy_of(elements)
     strategies = [own] if own is not None else list(context.strategies)
     return all(strategy.is_chief for strategy in strategies)
 

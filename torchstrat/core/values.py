@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from torchstrat.core import nest, notebook_html
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.variable.tensor_like import components_here
 
 
 @dataclass(frozen=True)
@@ -334,9 +335,9 @@ def local_results(value: object, local_replicas: tuple[int, ...]) -> tuple[objec
     """The local components of a value or, of a nest, one nest per local component."""
     if isinstance(value, DistributedValues):
         return value.values
-    components = getattr(value, "_local_components", None)
+    components = components_here(value)
     if components is not None:
-        return tuple(components())
+        return components
     if not nest.is_nested(value):
         return (value,)
     count = len(local_replicas)
@@ -345,10 +346,9 @@ def local_results(value: object, local_replicas: tuple[int, ...]) -> tuple[objec
         def open_leaf(leaf: object) -> object:
             if isinstance(leaf, DistributedValues):
                 return leaf.values[index]
-            parts = getattr(leaf, "_local_components", None)
-            if parts is None:
+            components = components_here(leaf)
+            if components is None:
                 return leaf
-            components = tuple(parts())
             return components[index] if len(components) > 1 else components[0]
 
         return nest.map_structure(open_leaf, value)

@@ -180,7 +180,7 @@ class Feed:
 
 
 @short_tracebacks
-class DistributedDataset:
+class DistributedDataset(context.OfStrategy):
     """A dataset whose elements are split over the replicas of a strategy. Made by the strategy.
 
     Iterating gives one global batch per step: bare with a single replica in a single process, else a nest of
@@ -323,7 +323,7 @@ class Optional(Generic[StateT]):
 
 
 @short_tracebacks
-class DistributedIterator:
+class DistributedIterator(context.OfStrategy):
     """One pass over a `DistributedDataset`. Not for several threads at once.
 
     Reading ahead stops, and its thread ends, at the end of the data, on an error, on `close`, and when the iterator is

@@ -35,7 +35,6 @@ from torchstrat.core.values import (
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
 from torchstrat.core.variable.variable import (
     Variable,
-    belongs_to,
     central_component,
     components_of,
     container_of,
@@ -342,7 +341,7 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: object) -> bool:
         """Whether ``v`` is a variable of this strategy: made in its scope, or adopted by one of its runs."""
         if isinstance(v, Variable):
-            return belongs_to(v, self._strategy)
+            return context.strategy_of(v) is self._strategy
         if isinstance(v, ShardedVariable):
             return all(map(self.variable_created_in_scope, v.variables))
         return isinstance(v, torch.Tensor) and v in self._engine.registry

@@ -20,6 +20,11 @@ def open_tensor(value: object) -> Any:
     return value._lend() if isinstance(value, TensorOperators) else value
 
 
+def components_here(value: object) -> tuple[object, ...] | None:
+    """Of what stands for a tensor, in this process: several where each replica has its own. None for all else."""
+    return value._local_components() if isinstance(value, TensorLike) else None
+
+
 def _binary(name: str) -> Callable[[TensorOperators, object], torch.Tensor]:
     def operator(self: TensorOperators, other: object) -> torch.Tensor:
         made: torch.Tensor = getattr(self._lend(), name)(open_tensor(other))
@@ -127,6 +132,9 @@ class TensorLike(TensorOperators, abc.ABC):
     @abc.abstractmethod
     def _lend(self) -> torch.Tensor:
         """The tensor to compute with, which is not to be written to."""
+
+    def _local_components(self) -> tuple[object, ...]:
+        return (self,)
 
     @classmethod
     def __torch_function__(

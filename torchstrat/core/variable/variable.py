@@ -65,7 +65,7 @@ def updated_replica() -> int | None:
     return _updated_replica.get()
 
 
-class Variable(TensorLike):
+class Variable(TensorLike, context.OfStrategy):
     """A tensor that replicas share: counters, sums for metrics, running statistics. Read it like a tensor.
 
     It belongs to the strategy in whose scope it is created and lives where that strategy keeps its variables: one
@@ -90,7 +90,6 @@ class Variable(TensorLike):
     raise `StrategyMixingError`.
     """
 
-    _strategy: StrategyLike
     _kind: VariablePlacement
     _cells: tuple[Storage, ...]
     _replicas: tuple[int, ...]  # of the cells, where mirrored; else those of this process
@@ -481,10 +480,6 @@ def variable_over(storage: Storage, strategy: StrategyLike, facts: VariableFacts
 def storage_of(variable: Variable) -> Storage:
     """Where its value is; in a replica that of its component, else that of the first."""
     return variable._cell()
-
-
-def belongs_to(variable: Variable, strategy: StrategyLike) -> bool:
-    return variable._strategy is strategy
 
 
 def reduced(variable: Variable, op: ReduceOp, axis: Axis) -> object:
