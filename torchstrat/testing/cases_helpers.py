@@ -198,6 +198,17 @@ def pruned_for_a_while() -> Training:
     return Training(plain_step(model, sgd(model)), {"model": model}, before=before)
 
 
+def pruned_further() -> Training:
+    """By what the last forward pass has left in an attribute."""
+    model = Mlp()
+
+    def before(step_index: int) -> None:
+        if step_index in (0, 2, 4):
+            _prune(model)
+
+    return Training(plain_step(model, sgd(model)), {"model": model}, before=before)
+
+
 def _another_head(model: Mlp) -> None:
     model.last = filled(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))  # type: ignore[assignment]
 
@@ -383,6 +394,7 @@ CASES = (
     Case("assigned_state_dict", partial(exchanged, _assign)),
     Case("pruned_half_way", partial(exchanged, _prune)),
     *named(pruned_for_a_while, batches=partial(regression, (*EVEN_ROWS[1:], 1))),
+    *named(pruned_further, batches=partial(regression, (12, 1, 12, 1, 12))),
     Case("parametrized_half_way", partial(exchanged, _parametrize)),
     Case("edited_in_numpy_half_way", partial(exchanged, _edit_in_numpy)),
     Case("another_head_half_way", partial(exchanged, _another_head, clip=True), warns=_OUTSIDE),

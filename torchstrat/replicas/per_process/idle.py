@@ -486,13 +486,19 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> str | None:
         name = self._names.get(id(value))
-        is_tied = isinstance(value, nn.Module) or (isinstance(value, torch.Tensor) and value.requires_grad)
+        is_trained = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        is_tied = isinstance(value, nn.Module) or is_trained
         is_part = name is None and isinstance(value, torch.Tensor) and has_address(value)
         if is_tied and (name is None or id(value) not in self._at_leaves):
             raise pickle.PicklingError("is not plain")
         if is_part and address_of(value) in self._addresses:
             raise pickle.PicklingError("shares memory")
         return name
+
+    def reducer_override(self, value: Any) -> Any:
+        """What a forward pass has left, such as the weight that pruning makes, goes without its graph."""
+        is_of_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+        return value.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if is_of_graph else NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
