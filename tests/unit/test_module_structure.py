@@ -51,33 +51,8 @@ def job() -> Iterator[Job]:
         made.strategy.close()
 
 
-def _replace_head(model: nn.Sequential) -> None:
-    model[2] = nn.Linear(4, 5)
-
-
-def _replace_parameter(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.full((4, 3), 0.5))
-
-
-def _append(model: nn.Sequential) -> None:
-    model.append(nn.ReLU())
-    model.append(nn.Linear(2, 2))
-
-
-def _delete(model: nn.Sequential) -> None:
-    del model[-1]
-
-
-def _remove_bias(model: nn.Sequential) -> None:
-    model[0].bias = None
-
-
 def _prune(model: nn.Sequential) -> None:
     prune.l1_unstructured(model[0], "weight", amount=0.5)
-
-
-def _hook(model: nn.Sequential) -> None:
-    model[1].register_forward_hook(lambda module, args, output: output * 3)
 
 
 class Doubled(nn.Linear):
@@ -85,14 +60,14 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
-    "another head": _replace_head,
-    "another parameter": _replace_parameter,
-    "more children": _append,
-    "a child less": _delete,
-    "a bias less": _remove_bias,
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "another head": lambda model: model.__setitem__(2, nn.Linear(4, 5)),
+    "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.full((4, 3), 0.5))),
+    "more children": lambda model: model.append(nn.ReLU()).append(nn.Linear(2, 2)),
+    "a child less": lambda model: model.__delitem__(-1),
+    "a bias less": lambda model: setattr(model[0], "bias", None),
     "pruned": _prune,
-    "a hook": _hook,
+    "a hook": lambda model: model[1].register_forward_hook(lambda module, args, output: output * 3),
 }
 
 
@@ -108,6 +83,25 @@ def test_a_change_in_a_later_scope_is_followed(change: Callable[[nn.Sequential],
     with job.strategy.scope():
         change(job.model)  # and once more
     assert job.is_followed()
+    if change is _prune:
+        with job.strategy.scope():
+            prune.remove(job.model[0], "weight")
+        assert job.is_followed()
+        with torch.no_grad():
+            job.model[0].weight.mul_(2)
+        assert job.is_followed()
+
+
+def test_hooks_are_followed_and_those_on_parameters_refused_by_name(job: Job) -> None:
+    """Outside of scopes, and until they are removed."""
+    before = job.on_worker()
+    handle = job.model[2].register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(job.on_worker(), before + 1)
+    handle.remove()
+    assert torch.equal(job.on_worker(), before)
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        with pytest.raises(UnsupportedError, match="hook was registered on a parameter"):
+            getattr(job.model[0].weight, name)(lambda gradient: None)
 
 
 def test_another_class_is_followed() -> None:
@@ -117,14 +111,6 @@ def test_another_class_is_followed() -> None:
         job.model[2].__class__ = Doubled
         assert torch.equal(job.on_worker(), before * 2)
         assert job.is_followed()
-
-
-def test_a_hook_is_followed_outside_of_scopes_and_gone_when_it_is_removed(job: Job) -> None:
-    before = job.on_worker()
-    handle = job.model[2].register_forward_hook(lambda module, args, output: output + 1)
-    assert torch.equal(job.on_worker(), before + 1)
-    handle.remove()
-    assert torch.equal(job.on_worker(), before)
 
 
 class Grown(nn.Linear):
@@ -180,16 +166,6 @@ def test_what_is_registered_or_deleted_takes_the_place_of_an_attribute(
         assert job.is_followed()
 
 
-def test_pruning_is_followed_when_it_is_made_permanent(job: Job) -> None:
-    for change in (_prune, lambda model: prune.remove(model[0], "weight")):
-        with job.strategy.scope():
-            change(job.model)
-        assert job.is_followed()
-    with torch.no_grad():
-        job.model[0].weight.mul_(2)
-    assert job.is_followed()
-
-
 def test_a_head_that_took_the_place_of_another_trains(job: Job) -> None:
     model = job.model
     with job.strategy.scope():
@@ -209,19 +185,6 @@ def test_a_head_that_took_the_place_of_another_trains(job: Job) -> None:
         job.coordinator.schedule(step, args=(model, optimizer)).get()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value.clone(), plain.state_dict()[name])
-
-
-def test_a_worker_that_comes_later_has_the_structure_of_now(job: Job) -> None:
-    with job.strategy.scope():
-        _replace_head(job.model)
-    assert job.is_followed()
-
-
-def test_a_hook_on_a_parameter_is_refused_by_name(job: Job) -> None:
-    with pytest.raises(UnsupportedError, match="hook was registered on a parameter"):
-        job.model[0].weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(UnsupportedError, match="hook was registered on a parameter"):
-        job.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
 def test_nothing_is_taken_out_of_an_optimizer(job: Job) -> None:

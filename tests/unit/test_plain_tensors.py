@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ class Own(nn.Linear):
         super().__init__(2, 2)
         self.register_buffer("average", torch.zeros(2))
         self.plain, self.held = torch.zeros(2), [self.average]
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
 
 
 def _holders(tensor: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
@@ -38,6 +39,19 @@ def _holders(tensor: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
         "dictionary": lambda: named["average"],
         "object": lambda: kept.tensor,
     }
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def replica() -> ts.ReplicaContext:
+    context = ts.get_replica_context()
+    assert context is not None
+    return context
 
 
 def _run(find: Callable[[], torch.Tensor], strategy: ts.Strategy, runs: int = 1) -> None:
@@ -57,61 +71,44 @@ def test_each_replica_has_changed_it_and_a_warning_says_so_once(make: Callable[.
         with pytest.warns(UserWarning, match=SAYS):
             _run(_holders(tensor)[where], strategy)
         assert tensor.tolist() == [1.5, 1.5]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with silent():
             _run(_holders(tensor)[where], strategy, runs=2)
 
 
 def test_it_is_seen_in_a_later_run_and_where_replicas_meet_in_between() -> None:
-    tensor, runs = torch.zeros(2), list[int]()
+    tensor = torch.zeros(2)
 
-    def step() -> None:
-        context = ts.get_replica_context()
-        assert context is not None
-        if len(runs):
+    def step(*, adds: bool) -> None:
+        if adds:
             tensor.add_(1.0)
-            context.all_reduce("sum", torch.ones(()))
+            replica().all_reduce("sum", torch.ones(()))
 
     with closing(ts.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])) as strategy:
-        strategy.run(step)
-        runs.append(1)
+        strategy.run(step, kwargs={"adds": False})
         with pytest.warns(UserWarning, match=r"shape \(2,\)"):
-            strategy.run(step)
+            strategy.run(step, kwargs={"adds": True})
 
 
-@pytest.mark.parametrize("what", ["a frozen parameter", "a buffer", "a buffer in a list", "an attribute of a module"])
+ADVISED: dict[str, Callable[[Own], torch.Tensor]] = {
+    "a frozen parameter": lambda module: module.frozen,
+    "a buffer": lambda module: module.average,
+    "a buffer in a list": lambda module: module.held[0],
+    "an attribute of a module": lambda module: module.plain,
+}
+
+
+@pytest.mark.parametrize("what", ADVISED)
 def test_what_the_warning_advises_is_changed_once(what: str) -> None:
-    with closing(ts.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy:
+    with closing(ts.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy, silent():
         with strategy.scope():
-            frozen, module = nn.Parameter(torch.zeros(2), requires_grad=False), Own()
-
-        def find() -> torch.Tensor:
-            found: torch.Tensor = {
-                "a frozen parameter": frozen,
-                "a buffer": module.average,
-                "a buffer in a list": module.held[0],
-                "an attribute of a module": module.plain,
-            }[what]
-            return found
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            _run(find, strategy)
-        assert find().tolist() == [1.0, 1.0]
+            module = Own()
+        _run(lambda: ADVISED[what](module), strategy)
+        assert ADVISED[what](module).tolist() == [1.0, 1.0]
 
 
 def test_one_replica_may_change_it() -> None:
     tensor = torch.zeros(2)
-
-    def step() -> None:
-        context = ts.get_replica_context()
-        assert context is not None
-        if context.replica_id_in_sync_group == 1:
-            tensor.add_(1.0)
-
-    with closing(ts.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        strategy.run(step)
-    with closing(ts.OneDeviceStrategy("cpu")) as strategy, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with closing(ts.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy, silent():
+        strategy.run(lambda: replica().replica_id_in_sync_group == 1 and tensor.add_(1.0).sum() and None)
+    with closing(ts.OneDeviceStrategy("cpu")) as strategy, silent():
         _run(lambda: tensor, strategy, runs=2)
