@@ -288,7 +288,7 @@ def test_an_omegaconf_config_keeps_its_kind_and_flags(central: ts.Strategy) -> N
 
 
 def test_example_programs(strategy: ts.Strategy) -> None:
-    """Those that `test_seed_examples` runs on one strategy, here on each: values go in and results come out."""
+    """On each strategy: values go in and results come out. More of them run on one in `test_seed_examples`."""
     replicas, results, global_batch_size = strategy.num_replicas_in_sync, [], 12
     with strategy.scope():
         for x in strategy.experimental_distribute_dataset(numbers(5).batch(2)):
@@ -296,6 +296,7 @@ def test_example_programs(strategy: ts.Strategy) -> None:
     assert [row for one in results for part in components(strategy, one) for row in part or []] == [1, 2, 3, 4, 5]
 
     dataset = strategy.experimental_make_numpy_dataset(np.ones([10], dtype=np.float32))
+    assert dataset.element_spec == ts.data.TensorSpec((), torch.float32)
     dist_dataset = strategy.experimental_distribute_dataset(dataset.batch(5))
     totals = [strategy.reduce("sum", batch, axis=0) for batch in dist_dataset]
     assert [(total.dtype, total.item()) for total in totals] == [(torch.float32, 5.0)] * 2

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -64,26 +63,6 @@ def test_distribute_dataset_prints_per_replica_values() -> None:
     assert all(isinstance(one, ts.DistributedValues) for one in result)
     assert isinstance(dataset, ts.DistributedDataset)
     assert not [name for name in ("map", "batch", "shuffle", "repeat") if hasattr(dataset, name)]
-    strategy.close()
-
-
-def test_make_numpy_dataset() -> None:
-    strategy = mirrored()
-    dataset = strategy.experimental_make_numpy_dataset(np.ones([10], dtype=np.float32))
-    assert dataset.element_spec == ts.data.TensorSpec((), torch.float32)
-    found = [shown(strategy, batch) for batch in strategy.experimental_distribute_dataset(dataset.batch(2))]
-    assert found == [[[1.0], [1.0]]] * 5
-    strategy.close()
-
-
-def test_central_storage_for_example() -> None:
-    strategy = ts.experimental.CentralStorageStrategy()
-    dist_dataset = strategy.experimental_distribute_dataset(dataset_range(5).batch(2))
-    with strategy.scope():
-        results = [strategy.run(lambda val: val + 1, args=(x,)) for x in dist_dataset]
-    # One replica, unless this machine has several GPUs; then some have no rows of the last batch, and are left out.
-    found = [[row for part in shown(strategy, result) for row in part or []] for result in results]
-    assert found == [[1, 2], [3, 4], [5]]
     strategy.close()
 
 
