@@ -66,6 +66,15 @@ class Checkpoints(Area):
     def a_folder_that_is_not_there(self) -> None:
         ts.Checkpoint(model=nn.Linear(2, 1)).restore(self.folder / "a")
 
+    @raises(WrongTypeError, "path of a folder", "got None", r"manager.restore\(checkpoint\)")
+    def the_latest_where_there_is_none(self) -> None:
+        ts.Checkpoint(model=nn.Linear(2, 1)).restore(self.manager().latest)
+
+    @raises(WrongTypeError, "path of a folder", r"got \(1, ", "pairs of a step and a path")
+    def a_step_with_its_path(self) -> None:
+        manager, checkpoint = self.saved(1)
+        checkpoint.restore(manager.checkpoints[0])
+
     @raises(InvalidArgumentError, "FOLDER", "metadata is missing", "use an earlier one")
     def an_empty_folder(self) -> None:
         ts.Checkpoint(model=nn.Linear(2, 1)).restore(self.folder)

@@ -226,7 +226,12 @@ class Checkpoint:
         return f"<Checkpoint of {', '.join(self._objects)}>"
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
+def _absolute(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise WrongTypeError(
+            f"a checkpoint needs the path of a folder; got {path!r}. A CheckpointManager's .checkpoints are pairs of a "
+            "step and a path, and .latest is None where there is none; manager.restore(checkpoint) takes the newest."
+        )
     target = Path(os.path.abspath(path))
     if not os.fspath(path) or not target.name:
         raise InvalidArgumentError(f"a checkpoint needs the path of a folder of its own; got {os.fspath(path)!r}.")
