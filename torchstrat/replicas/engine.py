@@ -24,7 +24,7 @@ from torchstrat.core._torch_private import version_of
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
 from torchstrat.core.reduction import ReduceOp
-from torchstrat.core.values import BatchInfo, PerReplica, Weights
+from torchstrat.core.values import BatchInfo, PerReplica, Weights, select_replica
 
 
 class StepWeights:
@@ -124,6 +124,13 @@ def _has_equal_shares(one: BatchInfo, other: BatchInfo) -> bool:
     """Whether every replica has the same part of both."""
     ours, theirs = sum(one.rows), sum(other.rows)
     return all(mine * theirs == its * ours for mine, its in zip(one.rows, other.rows, strict=True))
+
+
+def inputs_of(
+    replica: int, args: Sequence[object], kwargs: dict[str, object]
+) -> tuple[list[object], dict[str, object]]:
+    """Of a run's arguments what that replica is called with."""
+    return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 
 def regroup(results: dict[int, object], weights: Weights | None = None, *, is_all: bool = True) -> Any:

@@ -32,7 +32,7 @@ from torchstrat.core.values import DistributedValues, PerReplica, batches_among,
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck
-from torchstrat.replicas.engine import StepCounts, StepWeights, add_replica_note, adoption_warning, regroup
+from torchstrat.replicas.engine import StepCounts, StepWeights, add_replica_note, adoption_warning, inputs_of, regroup
 from torchstrat.replicas.exchange import AllGather, AllReduce, differentiable
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
@@ -58,12 +58,6 @@ from torchstrat.replicas.state import (
 )
 from torchstrat.replicas.thread_state import OwnSettings, ProcessSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
-
-
-def _inputs_of(
-    replica: int, args: Sequence[object], kwargs: dict[str, object]
-) -> tuple[list[object], dict[str, object]]:
-    return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 
 class InProcessReplicas(ReplicaEngine):
@@ -217,7 +211,7 @@ class InProcessReplicas(ReplicaEngine):
         if self._rounds:
             require_rows_for_all(weights.active, self.num_replicas)
         # Resolved before anything runs: a value without a component for some replica must change nothing.
-        inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
+        inputs = {r: inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
         if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
             self._combine_left()
         baton = Baton(weights.active, self._threads, self._switch)
@@ -254,7 +248,7 @@ class InProcessReplicas(ReplicaEngine):
     def _run_plainly(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
         with self._entering[0]:
-            own_args, own_kwargs = _inputs_of(0, args, kwargs)
+            own_args, own_kwargs = inputs_of(0, args, kwargs)
             return fn(*own_args, **own_kwargs)
 
     def _run_replicas(
@@ -331,7 +325,7 @@ class InProcessReplicas(ReplicaEngine):
         self._ends_round = []
         for rounds in self._rounds:
             rounds.begin_run()
-        self.registry.on_copy = self._note_copy
+        self.registry.on_copy = self._components.note_copy
         self._newborn.begin(members.modules, has_lazy=self._components.has_lazy)
         self._steps.begin(baton, weights)
         self._lookups.begin(replicas)
@@ -439,9 +433,6 @@ class InProcessReplicas(ReplicaEngine):
         self._components.expect_member(module, name, member)
         if isinstance(member, nn.Parameter):
             self._gradients.attach([member])
-
-    def _note_copy(self, module: nn.Module) -> None:
-        self._components.note_copy(module)
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 

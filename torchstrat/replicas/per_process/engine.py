@@ -42,7 +42,7 @@ from torchstrat.replicas import exchange, optimizer_state
 from torchstrat.replicas.backward_pass import LossCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.engine import StepCounts, StepWeights, add_note, add_replica_note, adoption_warning
+from torchstrat.replicas.engine import StepCounts, StepWeights, add_note, add_replica_note, adoption_warning, inputs_of
 from torchstrat.replicas.exchange import AllGather, AllReduce, differentiable
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.newborn import Newborn, parameters_of
@@ -436,8 +436,7 @@ class PerProcessReplica(ReplicaEngine):
         self._lookups.begin([me])
         self._lookups.switch(me)
         try:
-            own_args = [select_replica(me, value) for value in args]
-            own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
+            own_args, own_kwargs = inputs_of(me, args, kwargs)
             losses = self._losses.around(weights)
             if isinstance(losses, nullcontext) and not self._has_step_context:
                 with self._entering:  # nearly always; entering what does nothing takes its time, too

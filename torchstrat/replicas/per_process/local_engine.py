@@ -21,10 +21,10 @@ from torchstrat.core.engine import MakesRounds
 from torchstrat.core.memory import Copies, local_copies
 from torchstrat.core.optimizers import load_in_place
 from torchstrat.core.reduction import ReduceOp
-from torchstrat.core.values import PerReplica, select_replica
+from torchstrat.core.values import PerReplica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree
-from torchstrat.replicas.engine import StepWeights, add_replica_note
+from torchstrat.replicas.engine import StepWeights, add_replica_note, inputs_of
 from torchstrat.replicas.local_updates import (
     LocalRounds,
     OwnValues,
@@ -92,8 +92,7 @@ class LocalProcessReplica(PerProcessReplica):
         self._newborn.begin(members.modules, has_lazy=len(roster.tensors) < len(members.tensors))
         put_hooks(self._hook_key, self._step_hooks, lambda _: None)
         try:
-            own_args = [select_replica(me, value) for value in args]
-            own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
+            own_args, own_kwargs = inputs_of(me, args, kwargs)
             with self._entering:
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
