@@ -18,13 +18,19 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torchstrat as ts
-from tests.matrix import on_servers, ps_after_steps, ps_views
+from tests.matrix import on_servers, ps_after_steps, ps_held_state, ps_views
 from tests.matrix.own_optimizers import Own
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing
 from torchstrat.parameter_server.server import live_optimizer
-from torchstrat.parameter_server.variables import cached_parameter, class_attributes, module_structure
+from torchstrat.parameter_server.variables import (
+    cached_parameter,
+    cached_state,
+    class_attributes,
+    module_structure,
+    optimizer_state,
+)
 from torchstrat.parameter_server.worker import push, stepped_optimizers
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -376,6 +382,7 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         **{f"trace, {use.__name__[1:]}": partial(_in_script, use=use, is_traced=True) for use in (_called, _saved)},
     },
     **ps_after_steps.ROWS,
+    **ps_held_state.ROWS,
     **ps_views.ROWS,
 }
 OLD = ("a pruned weight", "a pruned weight, pruned again", "a normed weight")
@@ -486,6 +493,26 @@ FAULTS = [
         "ids travel as the numbers that they are",
         switched_off(Catalog, "address", lambda self, value: None),
         _at(IDS, *list(ROWS[IDS])[:3]),
+    ),
+    PlantedFault(
+        "what functions make of optimizer state is in other tensors",
+        switched_off(cached_state.CachedState, "can_take", lambda self, tensor, value: False),
+        _at(ps_held_state.ROW, "read", "given to load_state_dict"),
+    ),
+    PlantedFault(
+        "tensors of optimizer state ask nobody",
+        switched_off(cached_state.CachedState, "adopt", lambda self, state: None),
+        _at(ps_held_state.ROW, "read", "written through .data"),
+    ),
+    PlantedFault(
+        "memory of optimizer state is compared once",
+        switched_off(optimizer_state, "_is_shared", lambda state: False),
+        _at(ps_held_state.ROW, "written by an array that is held, too"),
+    ),
+    PlantedFault(
+        "what shows memory of optimizer state asks nobody",
+        switched_off(cached_state, "aliases_in", lambda result, memory: ()),
+        _at(ps_held_state.ROW, "parts of it"),
     ),
     PlantedFault(
         "functions see optimizers as they were before their steps",

@@ -48,8 +48,6 @@ PYTHON_STATE: Mapping[str, str] = {
     "members_set_anew": "a number in an attribute, and the coordinator's is looked at",
     "gradients_given_between_steps": "the coordinator's gradients, and every worker has its own",
     **{name: "the same" for name in CASES if name.endswith("_between_runs") or "penal" in name},
-    "snapshot_loaded_again": "the coordinator's snapshot, of which the servers have a copy to step",
-    "snapshot_loaded_again_idle": "the same",
     "rate_set_by_hand": "the function sets its worker's copy of the learning rate",
     "deepcopy_kept_between_steps": "the coordinator clears a dict of which the worker has a copy",
     "grad_scaler": "every worker has a scaler of its own, and the coordinator's is looked at",

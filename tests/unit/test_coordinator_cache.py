@@ -344,8 +344,38 @@ def test_state_of_an_optimizer_is_read_and_changed(job: Job) -> None:
     kept = job.optimizer.state[job.weight]["momentum_buffer"]
     job.train()
     kept.zero_()
+    job.train()
+    assert equal(kept, torch.full((3, 4), -1.0))
+    array = kept.numpy()
+    job.train()
+    array[...] = 0  # nothing has brought what functions have made of it
     with pytest.raises(InvalidArgumentError, match=r"state of SGD was changed .* before functions ran"):
         job.train()
+    assert equal(kept, torch.full((3, 4), -1.5))
+
+
+def test_state_that_is_taken_is_an_ordinary_tensor_after_the_job(job: Job) -> None:
+    job.train()
+    kept = job.optimizer.state[job.weight]["momentum_buffer"]
+    job.train()
+    copied = copy.deepcopy(job.optimizer).state_dict()["state"][0]["momentum_buffer"]
+    assert type(copied) is torch.Tensor
+    assert equal(copied, torch.full((3, 4), -1.5))
+    job.strategy.close()
+    assert type(kept) is torch.Tensor
+    assert equal(kept.mul_(2), torch.full((3, 4), -3.0))
+
+
+def test_state_that_two_optimizers_were_given_is_each_ones_own(job: Job) -> None:
+    with job.strategy.scope():
+        second = torch.optim.SGD(job.model.parameters(), lr=1.0, momentum=0.5)
+    job.train()
+    with pytest.warns(UserWarning, match="SGD was given tensors that are in the state of another.*copy.deepcopy"):
+        second.load_state_dict(job.optimizer.state_dict())
+    second.state[job.weight]["momentum_buffer"].fill_(3.0)
+    job.train()
+    assert equal(job.optimizer.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.5))
+    assert equal(second.state[job.weight]["momentum_buffer"], torch.full((3, 4), 3.0))
 
 
 def test_state_of_an_optimizer_that_is_changed_as_a_group_comes(job: Job) -> None:
@@ -363,9 +393,10 @@ def test_state_of_a_dropped_optimizer(job: Job) -> None:
         second = torch.optim.SGD(job.model.parameters(), lr=1.0, momentum=0.5)
     job.train()
     second.state = job.optimizer.state
-    for _ in range(2):
-        assert equal(second.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
-        job.strategy.extended.pull()  # by now it has its own
+    assert equal(second.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
+    with pytest.warns(UserWarning, match="SGD was given tensors that are in the state of another"):
+        job.strategy.extended.pull()  # from now on it has its own
+    assert equal(second.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
     with job.strategy.scope():
         dropped = torch.optim.SGD(job.model.parameters(), lr=1.0)
     kept = dropped.state

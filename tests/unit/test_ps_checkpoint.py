@@ -194,7 +194,7 @@ class Table(nn.Module):
         self.optimizer.step()
 
     def state(self) -> Any:
-        return {k: v.clone() for k, v in self.table.state_dict().items()}, self.optimizer.state_dict()["state"]
+        return copy.deepcopy((self.table.state_dict(), self.optimizer.state_dict()["state"]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 import types
 import weakref
@@ -149,6 +148,10 @@ class Holder(Protocol):
     def is_variable(self) -> bool:
         """Or something that was made of some, and waits for nothing."""
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether it is asked first, and has the holders of the others make the call."""
+
     def require_value(self) -> None:
         """Raise where the memory has no value that could be read."""
 
@@ -181,7 +184,16 @@ class TensorCall:
     def writes(self) -> bool:
         """Whether it changes a tensor that asks in place, as far as its name says. What does so all the same is seen by
         the tensor's version afterwards, and refused where it was not waited with."""
-        return any(isinstance(one, CachedTensor) for one in tensors_in(_targets(self.func, self.args, self.kwargs)))
+        return self.writes_to(self.aliases)
+
+    def writes_to(self, aliases: Iterable[Alias]) -> bool:
+        """The same, of these."""
+        targets = [id(one) for one in tensors_in(_targets(self.func, self.args, self.kwargs))]
+        return bool(targets) and any(id(alias.tensor()) in targets for alias in aliases)
+
+    def hand_on(self) -> object:
+        """Let who holds the first of them make it. Another thread may just have made them ordinary tensors."""
+        return self.aliases[0].holder.call(self) if self.aliases else self.run()
 
     @property
     def uncounted(self) -> list[Alias]:
@@ -288,8 +300,9 @@ def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str
     for holder in call.holders:
         holder.require_value()
     call.aliases = [alias for alias in call.aliases if alias.holder.is_variable]
-    # Another thread may just have made them ordinary tensors.
-    return call.aliases[0].holder.call(call) if call.aliases else call.run()
+    if len(call.aliases) > 1:
+        call.aliases.sort(key=lambda alias: not alias.holder.hands_on)
+    return call.hand_on()
 
 
 _REGISTERS_HOOK = frozenset(
@@ -528,77 +541,3 @@ _HANDS_OUT = frozenset(
 )
 """By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
 to code that changes it without leaving a trace in ``_version``, or does so itself."""
-
-
-def read_rows(call: TensorCall, table: torch.Tensor) -> torch.Tensor | None:
-    """The ids of the rows of ``table`` that a call looks at, sorted and unique; None for one that may look at all.
-
-    ``table[ids]`` and lookups do. Ids that are out of range are the call's own error.
-    """
-    arguments = [*call.args, *call.kwargs.values()]
-    if sum(one is table for one in tensors_in(arguments)) != 1:
-        return None
-    if call.func is torch.Tensor.__getitem__ and call.args[0] is table:
-        index = call.args[1]  # of one number: a view, by which somebody may write
-        ids = torch.as_tensor(index) if isinstance(index, list | torch.Tensor) else None
-    elif call.func in (F.embedding, F.embedding_bag):
-        ids = call.args[0] if call.args else call.kwargs["input"]
-    else:
-        return None
-    if ids is None or ids.dtype not in _OF_IDS or (ids.dim() == 0 and call.func is torch.Tensor.__getitem__):
-        return None
-    ids = ids.detach().reshape(-1).cpu().to(torch.int64)
-    ids = torch.where(ids < 0, ids + len(table), ids) if call.func is torch.Tensor.__getitem__ else ids
-    ids = ids[(ids >= 0) & (ids < len(table))]
-    return torch.unique(ids)  # type: ignore[no-any-return]
-
-
-_OF_IDS = (torch.int64, torch.int32)
-
-
-def given_rows(call: TensorCall, table: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Values, and the ids ``(n,)`` of the rows that get them (None: all rows); None for a call that brings no values.
-
-    ``table[ids] = rows`` and ``table.copy_(values)`` do, and ``copy_`` of a view that is made of whole rows. Raises
-    `UnsupportedError` naming the table for parts of rows.
-    """
-    if call.func is torch.Tensor.__setitem__:
-        target, index, value = call.args
-        if target is not table:
-            raise _not_rows(name)
-        ids = _rows_at(index, len(table), name)
-    elif call.func is torch.Tensor.copy_:
-        target, value = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs["src"]
-        ids = None if target is table else _rows_of_view(target, table, name)
-    else:
-        return None
-    value = torch.as_tensor(value, dtype=table.dtype)
-    if value.is_meta:
-        return None
-    shape = tuple(table.shape) if ids is None else (len(ids), *table.shape[1:])
-    return value.detach().cpu().expand(shape), ids
-
-
-def _rows_at(index: Any, rows: int, name: str) -> torch.Tensor | None:
-    if isinstance(index, tuple):
-        if len(index) != 1 and not all(one is Ellipsis or one == slice(None) for one in index[1:]):
-            raise _not_rows(name)
-        index = index[0]
-    if index is Ellipsis:
-        return None
-    return torch.arange(rows)[index].reshape(-1)
-
-
-def _rows_of_view(view: torch.Tensor, table: torch.Tensor, name: str) -> torch.Tensor:
-    elements = math.prod(table.shape[1:])
-    first, count = view.storage_offset(), view.numel()
-    if not elements or first % elements or count % elements or not view.is_contiguous():
-        raise _not_rows(name)
-    return torch.arange(first // elements, (first + count) // elements)
-
-
-def _not_rows(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} is on meta, so the coordinator has no values of it, and a part of its rows was written. Write whole "
-        "rows (table.weight[ids] = rows), all of it (copy_, load_state_dict, nn.init), or in a scheduled function."
-    )

@@ -41,14 +41,13 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     ask_before_others_take,
     can_ask,
     give_memory,
-    given_rows,
     grow_gradient,
     let_alone,
     let_ask,
     lost_value,
-    read_rows,
     require_own_memory,
 )
+from torchstrat.parameter_server.variables.called_rows import given_rows, read_rows
 from torchstrat.parameter_server.variables.deferred_init import carry_initialisers, repeated_on_servers
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
@@ -433,7 +432,7 @@ class CachedVariable:
     trace in the version. ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do
     not have. ``is_lost``: the job is over, and nobody can say what the value was."""
 
-    is_variable = True
+    is_variable, hands_on = True, False
 
     def __init__(self, cache: CoordinatorCache, spec: VariableSpec, tensor: torch.Tensor, *, asks: bool) -> None:
         self._cache = weakref.ref(cache)

@@ -12,13 +12,14 @@ import dataclasses
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
@@ -26,6 +27,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import InitialOp, NewRows, RepeatedOps, StateOfShard, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.variables.cached_parameter import Moment
+from torchstrat.parameter_server.variables.cached_state import CachedState, of_parameters
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.deferred_init import recipe_by, recipe_of_more
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
@@ -91,7 +93,9 @@ _Result = TypeVar("_Result")
 
 
 class CoordinatorState:
-    """Keeps the `RemoteOptimizerState` of one optimizer. Tensors that were read from it are of that moment."""
+    """Keeps the `RemoteOptimizerState` of one optimizer."""
+
+    _holders: ClassVar[MutableMapping[Optimizer, CachedState]] = WeakIdKeyDictionary()
 
     def __init__(self, job: _Job, optimizer: Optimizer, *, is_current: bool) -> None:
         self._job: _Job = weakref.proxy(job)
@@ -114,8 +118,18 @@ class CoordinatorState:
             cls.of(optimizer).read_at = job.cache.now() if is_current else None
             _remote_state(optimizer).note()
         else:
-            keeper = cls(job, optimizer, is_current=is_current)
-            optimizer.state = RemoteOptimizerState(keeper, cls.held(optimizer))
+            keeper, holder = cls(job, optimizer, is_current=is_current), cls._holder_of(optimizer)
+            held = dict(optimizer.state.items())
+            if isinstance(optimizer.state, RemoteOptimizerState):  # another one's
+                held |= {tensor: dict(entry) for tensor, entry in of_parameters(held.items())}
+            optimizer.state = RemoteOptimizerState(keeper, held, holder)
+
+    @classmethod
+    def _holder_of(cls, optimizer: Optimizer) -> CachedState:
+        """One for all that is ever its state: a load gives it other mappings with the same tensors."""
+        if optimizer not in cls._holders:
+            cls._holders[optimizer] = CachedState(optimizer)
+        return cls._holders[optimizer]
 
     @classmethod
     def keeps(cls, optimizer: Optimizer) -> bool:
@@ -125,8 +139,10 @@ class CoordinatorState:
 
     @classmethod
     def held(cls, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
-        """What its state holds, as it was read last if it is the servers'."""
-        return dict(dict.items(optimizer.state) if cls.keeps(optimizer) else optimizer.state.items())
+        """What its state holds, as it was read last if it is the servers'; to be sent."""
+        held = dict.items(optimizer.state) if cls.keeps(optimizer) else optimizer.state.items()
+        plain = cls._holder_of(optimizer).plain
+        return {tensor: {name: plain(value) for name, value in entry.items()} for tensor, entry in of_parameters(held)}
 
     @classmethod
     def refresh(cls, optimizer: Optimizer) -> bool:
@@ -148,6 +164,7 @@ class CoordinatorState:
         """It is an ordinary optimizer again, with the state that it holds."""
         if isinstance(getattr(optimizer, "state", None), RemoteOptimizerState):
             optimizer.state = defaultdict(dict, dict.items(optimizer.state))
+            CoordinatorState._holder_of(optimizer).adopt(())
 
     @staticmethod
     def of(optimizer: Optimizer) -> CoordinatorState:
@@ -160,6 +177,9 @@ class CoordinatorState:
     def is_current(self) -> bool:
         """Also while functions run, until one of them has ended."""
         return self.read_at == self._job.cache.now()
+
+    def is_at_rest(self) -> bool:
+        return self.is_current() and not self._job.cache.now()[1]
 
     def read(self) -> dict[torch.Tensor, StateOfShard]:
         return self._job.servers.asking(self._read_now)
@@ -190,7 +210,7 @@ class CoordinatorState:
         state = _remote_state(self._optimizer)
         if not state.is_changed():
             return
-        if self.is_current() and not self._job.cache.now()[1]:
+        if self.is_at_rest():
             self._job.push_optimizer(self._optimizer)
             return
         self.read_at = None

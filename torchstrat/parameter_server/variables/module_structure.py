@@ -420,7 +420,7 @@ def _maker(module: nn.Module, name: str) -> _Make | None:
 class DerivedValue:
     """A `Holder`, of the attribute itself. Pickles and deep copies have it as it is."""
 
-    is_variable = False
+    is_variable, hands_on = False, False
 
     def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor, make: _Make) -> None:
         self._module, self._name, self._tensor = weakref.ref(module), name, weakref.ref(tensor)

@@ -22,13 +22,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.checkpoint.pieces import goes_by_rows
-from torchstrat.core._torch_private import version_of
+from torchstrat.checkpoint.pieces import goes_by_rows, is_block
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    tensors_in_storage,
+    untouched_by_surroundings,
+    version_of,
+)
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.optimizers import Gradients, Kind, Tier, hyperparameters, is_listed, kind_of, kind_of_class
 from torchstrat.core.tensor_bytes import memory_of
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, parts_of, sparse_rows
+from torchstrat.parameter_server.variables.cached_state import CachedState, of_parameters, tensors_in
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, shard_keys
 
@@ -41,6 +47,9 @@ class StateKeeper(Protocol):
     def is_current(self) -> bool:
         """Whether what was read last may be used still."""
 
+    def is_at_rest(self) -> bool:
+        """Whether it is current, and nothing but the program changes it."""
+
     def read(self) -> Mapping[torch.Tensor, StateOfShard]: ...
 
     def change(self, state: RemoteOptimizerState, make: Callable[[], _Result]) -> _Result:
@@ -49,28 +58,46 @@ class StateKeeper(Protocol):
 
 class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, object]]):
     """``optimizer.state``: parameter → its state, as the servers have it. What it holds beside that is what was read
-    last; ``dict.items(state)`` gives that without asking."""
+    last; ``dict.items(state)`` gives that without asking. ``holder``: of its tensors, on the coordinator."""
 
-    def __init__(self, keeper: StateKeeper, held: Mapping[torch.Tensor, StateOfShard]) -> None:
+    def __init__(
+        self, keeper: StateKeeper, held: Mapping[torch.Tensor, StateOfShard], holder: CachedState | None = None
+    ) -> None:
         super().__init__(dict, held)
-        self.keeper = keeper
+        self.keeper, self.holder = keeper, holder
         self._checksums: list[int] | None = None
         """Of its tensors, from when they were first handed out: ``.data`` and arrays leave no trace in a version."""
-        self._is_handed_out = False
-        """Since they were last compared."""
+        self._is_handed_out = holder is not None and _is_shared(self)
+        """Since they were last compared, or still."""
         self.note()
 
     def refresh(self) -> None:
         """Read it, whether it is current or not."""
         read = self.keeper.read()
         own = {key: value for key, value in dict.items(self) if not isinstance(key, torch.Tensor)}  # no parameter's
+        renewed = {tensor: self._renewed(dict.get(self, tensor), entry) for tensor, entry in read.items()}
         dict.clear(self)
-        dict.update(self, {**own, **read})
+        dict.update(self, {**own, **renewed})
         self.note()
+
+    def _renewed(self, here: StateOfShard | None, read: StateOfShard) -> StateOfShard:
+        """``read``, in the dictionary and the tensors that the program may have."""
+        if here is None or self.holder is None:
+            return read
+        with untouched_by_surroundings(), DisableTorchFunctionSubclass():
+            for name, value in read.items():
+                if self.holder.can_take(here.get(name), value):
+                    read[name] = here[name].copy_(value)
+        here.clear()
+        here.update(read)
+        return here
 
     def note(self) -> None:
         """The servers have what it holds."""
-        self._noted, self._checksums = _marks(self), None
+        if self.holder is not None:
+            self.holder.adopt(dict.items(self))
+        self._noted = _marks(self)
+        self._checksums = _checksums(self) if self._is_handed_out and _is_shared(self) else None
 
     def is_changed(self) -> bool:
         """Whether entries, or their tensors in place, have changed since."""
@@ -80,8 +107,9 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, objec
             return True
         if not self._is_handed_out or self._checksums is None:
             return False
-        self._is_handed_out = self._checksums != _checksums(self)
-        return self._is_handed_out
+        is_changed = self._checksums != _checksums(self)
+        self._is_handed_out = is_changed or _is_shared(self)
+        return is_changed
 
     def holds(self, other: Mapping[torch.Tensor, StateOfShard]) -> bool:
         """Whether ``other`` has the values that were read: a ``load_state_dict`` of what ``state_dict`` gave."""
@@ -89,7 +117,13 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, objec
         here = {tensor: entry for tensor, entry in dict.items(self) if entry}
         return there.keys() == here.keys() and all(_are_equal(entry, here[tensor]) for tensor, entry in there.items())
 
-    def _fill(self) -> None:
+    def write(self, make: Callable[[], _Result]) -> _Result:
+        """``make()``, which changes tensors in place."""
+        self.fill()
+        return make() if self.keeper.is_at_rest() else self.keeper.change(self, make)
+
+    def fill(self) -> None:
+        """What it holds is current, and may be changed without a trace from now on."""
         self._is_handed_out = True  # first: what was written to what is replaced is looked for once more
         if not self.keeper.is_current():
             self.refresh()
@@ -98,7 +132,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, objec
 
     def __getitem__(self, tensor: torch.Tensor) -> dict[str, object]:
         """An empty entry for a parameter without state, as everywhere; that changes nothing."""
-        self._fill()
+        self.fill()
         if not dict.__contains__(self, tensor):
             dict.__setitem__(self, tensor, {})
         return dict.__getitem__(self, tensor)
@@ -108,14 +142,14 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, objec
         return repr(dict(dict.items(self))) if self.keeper.is_current() else "<optimizer state on parameter servers>"
 
     def __reduce__(self) -> tuple[object, ...]:
-        self._fill()
+        self.fill()
         return collections.defaultdict, (dict, dict(dict.items(self)))
 
     def __copy__(self) -> Any:
         return self.copy()
 
     def copy(self) -> Any:
-        self._fill()
+        self.fill()
         return collections.defaultdict(dict, dict(dict.items(self)))
 
 
@@ -123,7 +157,7 @@ def _reading(name: str) -> Callable[..., object]:
     method = getattr(collections.defaultdict, name)
 
     def read(self: RemoteOptimizerState, *args: object, **kwargs: object) -> object:
-        self._fill()
+        self.fill()
         return method(self, *args, **kwargs)
 
     return read
@@ -148,20 +182,29 @@ def _marks(state: RemoteOptimizerState) -> list[object]:
     """What is another when an entry is replaced, or a tensor in it changed in place. An empty entry, which comes into
     being when somebody asks for it, is like none."""
     marks: list[object] = []
-    for tensor, entry in dict.items(state):
-        if entry:
-            marks.append(id(tensor))
-            marks += [
-                (name, id(value), version_of(value)) if isinstance(value, torch.Tensor) else (name, value)
-                for name, value in entry.items()
-            ]
+    with DisableTorchFunctionSubclass():
+        for tensor, entry in of_parameters(dict.items(state)):
+            if entry:
+                marks.append(id(tensor))
+                marks += [
+                    (name, id(value), version_of(value)) if isinstance(value, torch.Tensor) else (name, value)
+                    for name, value in entry.items()
+                ]
     return marks
 
 
 def _checksums(state: RemoteOptimizerState) -> list[int]:
-    entries = [entry for _, entry in dict.items(state)]
-    tensors = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
-    return [zlib.crc32(memory_of(tensor.detach().cpu().contiguous())) for tensor in tensors]
+    with DisableTorchFunctionSubclass():
+        return [
+            zlib.crc32(memory_of(tensor.detach().cpu().contiguous())) for _, _, tensor in tensors_in(dict.items(state))
+        ]
+
+
+def _is_shared(state: RemoteOptimizerState) -> bool:
+    """Whether anything else shows the memory of one of its tensors."""
+    with DisableTorchFunctionSubclass():
+        found = (tensor for _, _, tensor in tensors_in(dict.items(state)))
+        return any(is_block(tensor) and tensors_in_storage(tensor) > 1 for tensor in found)
 
 
 def _are_equal(one: StateOfShard, other: StateOfShard) -> bool:

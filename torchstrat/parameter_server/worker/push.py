@@ -417,6 +417,9 @@ class _StateOnServers:
     def is_current(self) -> bool:
         return self.is_read
 
+    def is_at_rest(self) -> bool:
+        return False
+
     def read(self) -> dict[torch.Tensor, StateOfShard]:
         optimizer = self._optimizer()
         assert optimizer is not None
