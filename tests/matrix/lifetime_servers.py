@@ -42,11 +42,11 @@ from tests.matrix.lifetime_rows import COLUMNS as WIDTH
 from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
 from tests.matrix.table import RIGHT, Cell, Expected, refused
+from torchstrat.core import context
 from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.serialization import closure_walk
 from torchstrat.parameter_server.transport import requests
 from torchstrat.parameter_server.worker.executor import current_worker_index
-from torchstrat.strategies import parameter_server as own_module
 
 PLACE = "parameter servers"
 ROWS = (
@@ -335,7 +335,7 @@ def _check_strategies(column: str, options: Mapping[str, Any], *, is_sampled: bo
                     gc.collect()
                     Job(cluster, is_sampled=is_sampled)
             finally:
-                for strategy in list(own_module._open):
+                for strategy in list(context.strategies):
                     strategy.close()
 
     def look() -> Mapping[str, Held]:
@@ -411,7 +411,7 @@ def _outcomes(fault: str | None, row: str) -> Any:
 def main() -> None:
     from tests.matrix.lifetime_servers import run_cells as run
 
-    on_servers.answer(run)
+    on_servers.answer(run, are_measured=True)
 
 
 if __name__ == "__main__":
