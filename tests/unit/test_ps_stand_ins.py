@@ -4,6 +4,7 @@ the numbers of plain PyTorch, whoever asks, on whichever thread, or an error; ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,9 @@ from torchstrat.errors import UnsupportedError
 
 SIDE = 4
 START = torch.linspace(-1.3, 1.7, SIDE * SIDE, dtype=torch.float64).reshape(SIDE, SIDE)
+
+AT_ONCE = 8
+"""How many attributes a function tries, on tensors of their own: sending it takes as long as several of them."""
 
 
 def usual_arguments() -> list[tuple[Any, ...]]:
@@ -68,11 +72,11 @@ def table() -> nn.Module:
     return nn.Embedding(SIDE, SIDE, _weight=START.clone())
 
 
-def compare(box: Box, operation: Operation, given: list[tuple[Any, ...]], modes: list[bool]) -> tuple[list[str], int]:
-    """What is wrong with this attribute of the tensors in the box, each with arguments of its own, and how many calls
-    were as on a plain tensor."""
+def compare(box: Box, some: list[Operation], given: list[tuple[Any, ...]], modes: list[bool]) -> tuple[list[str], int]:
+    """What is wrong with these attributes of the tensors in the box, each of which has one attribute and one list of
+    arguments, and how many calls were as on a plain tensor."""
     wrong, same = [], 0
-    for tensor, arguments in zip(box.tensors(), given, strict=True):
+    for tensor, (operation, arguments) in zip(box.tensors(), itertools.product(some, given), strict=False):
         for grad in modes:
             plain = nn.Parameter(START.clone()) if isinstance(tensor, nn.Parameter) else START.clone()
             seen, wanted = call(tensor, operation, arguments, grad), call(plain, operation, arguments, grad)
@@ -135,10 +139,12 @@ def check_all(make: Callable[[], nn.Module], given: list[tuple[Any, ...]], modes
     tried, or one ``every`` so many."""
     same, wrong = 0, []
     partitioned = 2 if make is table else None
-    with on_servers(lambda: Box(make, len(given)), partitioned) as program:
-        for operation in attributes()[::every]:  # a function each, and another one: at its beginning nothing is there
-            of_one, count = program.run(partial(compare, operation=operation, given=given, modes=modes), program.made)
-            wrong += of_one
+    tried = attributes()[::every]
+    with on_servers(lambda: Box(make, len(given) * AT_ONCE), partitioned) as program:
+        for first in range(0, len(tried), AT_ONCE):  # a function for some: at its beginning nothing is there
+            some = tried[first : first + AT_ONCE]
+            of_some, count = program.run(partial(compare, some=some, given=given, modes=modes), program.made)
+            wrong += of_some
             same += count
     assert not wrong, "\n".join(wrong)
     return same
