@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -360,35 +361,26 @@ def test_a_directory_that_never_comes(training: Training) -> None:
 # ---- deletion under its hands ----------------------------------------------------------------------------------------
 
 
-_told: list[Callable[[str], None]] = []
-
-
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and isinstance(arguments[0], str | os.PathLike):
-        for told in _told:
-            told(os.fspath(arguments[0]))
-
-
-sys.addaudithook(_hook)  # it stays for good
-
-
 @contextlib.contextmanager
 def before_opening(number: int, folder: Path, happens: Act) -> Iterator[list[int]]:
     """Something happens before this one of all openings of files in a folder, whoever opens them. What is left of
     the number, then; empty once it has happened."""
     left = list(range(number + 1))
 
-    def told(path: str) -> None:
-        if left and Path(path).parent == folder:
-            left.pop()
-            if not left:
-                happens()
+    def telling(really: Callable[..., Any]) -> Callable[..., Any]:
+        def opens(path: Any, *args: Any, **options: Any) -> Any:
+            if left and isinstance(path, str | os.PathLike) and Path(path).parent == folder:
+                left.pop()
+                if not left:
+                    happens()
+            return really(path, *args, **options)
 
-    _told.append(told)
-    try:
+        return opens
+
+    with contextlib.ExitStack() as stack:  # an audit hook would see them, too, and all others until the process ends
+        for name in ("builtins.open", "io.open", "os.open"):
+            stack.enter_context(mock.patch(name, telling(pkgutil.resolve_name(name))))
         yield left
-    finally:
-        _told.remove(told)
 
 
 @pytest.mark.parametrize("delete", [Training.delete, lambda training, step: shutil.rmtree(training.path(step))])
