@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -74,6 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What exists now stays: half a second of each collection of garbage would go into looking at it again."""
     gc.freeze()
+    if torch := sys.modules.get("torch"):
+        # Each `torch.manual_seed` keeps the stack, as text, for accelerators that have not been used: most of its time.
+        for kind in (torch.cuda, torch.xpu):
+            kind.traceback = types.SimpleNamespace(**{**vars(traceback), "format_stack": list})
 
 
 def _folder(item: pytest.Item) -> str:
