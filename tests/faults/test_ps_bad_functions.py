@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import torchstrat as ts
+from tests.faults.counting import PATIENCE_SECONDS, wait_until
 from torchstrat.errors import FunctionSetAsideError
 from torchstrat.launch import LocalCluster, RestartPolicy
 
 pytestmark = [pytest.mark.deadline(240), pytest.mark.usefixtures("clusters_share_a_fork_server")]
-
-PATIENCE_SECONDS = 120
 
 
 def crashes() -> None:
@@ -25,7 +25,9 @@ def hangs() -> None:
     time.sleep(600)
 
 
-def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on(request: pytest.FixtureRequest) -> None:
+def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     with LocalCluster(workers=2, ps=1, restart=RestartPolicy(quick_seconds=0.0)) as cluster:
         strategy = ts.ParameterServerStrategy(cluster.resolver)
         request.addfinalizer(strategy.close)
@@ -50,9 +52,12 @@ def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on(req
             done += 20
             assert int(counter.read_value()) == done
 
-        seen: set[int] = set()
-        until = time.monotonic() + PATIENCE_SECONDS
-        while seen != {0, 1} and time.monotonic() < until:  # both were replaced
-            seen |= {coordinator.schedule(count).get(timeout=PATIENCE_SECONDS) for _ in range(4)}
-        assert seen == {0, 1}
+        def meet() -> int:
+            worker = coordinator.get_current_worker_index()
+            (tmp_path / str(worker)).touch()
+            wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other worker")
+            return worker
+
+        values = [coordinator.schedule(meet) for _ in range(2)]  # both were replaced
+        assert {value.get(timeout=PATIENCE_SECONDS) for value in values} == {0, 1}
         strategy.close()
