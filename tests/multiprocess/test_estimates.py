@@ -21,7 +21,7 @@ from torchstrat.distributed.collectives.process_group import ProcessGroupCommuni
 from torchstrat.strategies.estimates import ON_SEVERAL_HOSTS
 from torchstrat.testing.spawn import spawn
 
-WIDTH = 6_000  # one Linear of 36 million float32 parameters: 144 MB
+WIDTH = 4_000  # one Linear of 16 million float32 parameters: 64 MB
 TIMEOUT = timedelta(seconds=100)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),

@@ -18,7 +18,7 @@ from torchstrat.testing.spawn import spawn
 pytestmark = pytest.mark.skipif(glibc_version() is None, reason="what is set is glibc's malloc")
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTLING, ROUNDS, FLOATS = 16, 9, 16 << 20  # 64 MiB
+SETTLING, ROUNDS, FLOATS = 16, 9, 10 << 20  # 40 MiB: up to 32, glibc may stop to give blocks back by itself
 MANY = FLOATS * 4 // (2 << 20)
 """Huge pages in a block. There are 512 times as many small ones; which of the two it takes is the kernel's affair."""
 FEW = MANY // 4
@@ -106,7 +106,7 @@ def test_a_server_that_was_started_by_hand(keep: bool) -> None:
     assert (before - after > 120) is keep, "what is kept is given back on request"
 
 
-WIDTH, FIRST_STEPS, STEPS = 3200, 6, 4  # 39 MiB: up to 32, glibc may stop to give blocks back by itself
+WIDTH, FIRST_STEPS, STEPS = 3200, 6, 4  # 39 MiB
 SMALL_PAGES = WIDTH * WIDTH * 4 // 4096
 HUGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -221,8 +221,8 @@ def check_proofs(proofs: list[list[proving.Proof]], names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("logical", "seeds", "ways"),
     [
-        (2, 2, 4),
-        (4, 3, 3),
+        (2, 1, 4),
+        (4, 3, 3),  # of fewer shapes, some operator can be cut in none of the ways
         pytest.param(2, 3, 6, marks=pytest.mark.soak),  # more of the same
         pytest.param(4, 6, 24, marks=[pytest.mark.soak, pytest.mark.deadline(400)]),
     ],
