@@ -41,7 +41,10 @@ PARTS = dict(
     [
         ("unit", Part(["tests/unit"], "other numbers of replicas and shards, more histories; the tests' own tools")),
         ("multiprocess", Part(["tests/multiprocess"], "other numbers of processes, compilers, operators one by one")),
-        ("launch", Part(["tests/launch"], "further configurations, launches and benchmarks under real launchers")),
+        (
+            "launch",
+            Part(["tests/launch"], "further configurations, examples, launches and benchmarks under real launchers"),
+        ),
         ("faults", Part(["tests/faults"], "further moments at which a process is killed, and several kills")),
         ("docs", Part(["tests/docs"], "every page's examples")),
         # In an environment of its own, which this script finds.

@@ -28,7 +28,7 @@ LAST_LINES = {
 }
 """Of every way to start it that its docstring names: where there are several, their last lines are also equal."""
 
-IN_EVERY_RUN = ("recommender",)  # test_train.py learns the digits, in forks
+IN_EVERY_RUN = ("own_strategy",)  # test_train.py learns the digits, and test_clicks.py on servers, in forks
 
 PROGRAMS = {"python": PYTHON, "torchrun": TORCHRUN, "torchstrat": COMMAND}
 
