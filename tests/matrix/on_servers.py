@@ -19,6 +19,7 @@ from typing import Any
 import torchstrat as ts
 from tests.matrix import catalog
 from tests.matrix.table import Cell, Expected, Table, observe
+from tests.support.fork_servers import clusters_of_this_program
 from tests.support.programs import ROOT, scripts
 
 Answer = tuple[str, dict[str, Any]]
@@ -105,10 +106,11 @@ def raise_outcome(outcome: Mapping[str, Any]) -> None:
 # -- in the program ---------------------------------------------------------------------------------------------------
 
 
-def answer(run_cells: Callable[[Mapping[str, Any]], Iterable[Answer]]) -> None:
-    """The program: print what becomes of the cells that its argument wants."""
-    for line in run_cells(json.loads(sys.argv[1])):
-        print(json.dumps(line), flush=True)
+def answer(run_cells: Callable[[Mapping[str, Any]], Iterable[Answer]], *, are_measured: bool = False) -> None:
+    """The program: print what becomes of the cells that its argument wants. ``are_measured``: processes of clusters."""
+    with clusters_of_this_program(are_measured=are_measured):
+        for line in run_cells(json.loads(sys.argv[1])):
+            print(json.dumps(line), flush=True)
 
 
 def on_one_cluster(
