@@ -435,7 +435,7 @@ def test_a_known_function_is_found_and_the_program_not_looked_through(program, m
 
     for name in ("commit", "options", "modes"):
         monkeypatch.setattr(job, name, never)
-    monkeypatch.setattr(program.strategy, "_capture", never)
+    monkeypatch.setattr(program.coordinator, "_capture", never)
     program.seen()
     program.model.eval()
     with pytest.raises(AssertionError):
