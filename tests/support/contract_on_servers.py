@@ -45,6 +45,7 @@ PYTHON_STATE: Mapping[str, str] = {
     "built_in_run_drawn": "the model is made by the function, so it is the worker's own",
     "everything_made_in_first_run": "the model is made by the function, so it is the worker's own",
     "buffers_of_every_kind": "one is made by the function, so it is the worker's own",
+    "members_set_anew_beside_made": "a number in an attribute, and the coordinator's is looked at",
     "members_set_anew": "a number in an attribute, and the coordinator's is looked at",
     "gradients_given_between_steps": "the coordinator's gradients, and every worker has its own",
     **{name: "the same" for name in CASES if name.endswith("_between_runs") or "penal" in name},

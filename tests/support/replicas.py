@@ -54,7 +54,7 @@ EVERY_LINE = {
     *("weights_exchanged_as_a_vector", "accumulation_idle", "accumulated_sums_idle_clipped", "weight_tying"),
     *("weight_norm", "batch_norm", "batch_norm_cumulative", "sync_batch_norm", "sync_batch_norm_uneven"),
     *("channels_last", "lazy_in_run_drawn", "mixed_dtypes", "bare_parameters", "buffers_of_every_kind"),
-    *("members_set_anew", "pruned_further"),
+    *("members_set_anew", "members_set_anew_beside_made", "pruned_further"),
     *("tensor_hooks", "func_grad", "frozen_then_unfrozen", "double_backward_across_all_reduce"),
     *("nested_reentrant_checkpoints", "backward_of_some_inputs", "sums_of_branches", "compiled"),
     *("unused_on_all_but_one_replica", "averaged_model_outside", "deepcopy_in_step", "parametrized_half_way"),

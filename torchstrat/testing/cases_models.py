@@ -324,7 +324,8 @@ def buffers_of_every_kind() -> Training:
 
 
 class _Cooling(nn.Module):
-    """Sets buffers, parameters and children that are there, which makes none, beside a plain number."""
+    """Sets buffers, parameters and children that are there, which makes none, beside a plain number. What another
+    module makes is no matter of its."""
 
     shift: torch.Tensor
     seen: torch.Tensor
@@ -345,10 +346,20 @@ class _Cooling(nn.Module):
         return self.layer(x) / self.temperature + self.shift
 
 
-def members_set_anew() -> Training:
-    model = _Cooling()
-    watch = {"model": model, "temperature": lambda: model.temperature}
-    return Training(plain_step(model, sgd(model)), watch)
+def members_set_anew(last: Callable[[], nn.Module]) -> Training:
+    cooling = _Cooling()
+    model = nn.Sequential(cooling, last())
+    watch = {"model": model, "temperature": lambda: cooling.temperature}
+    return Training(plain_step(model, sgd(cooling)), watch)
+
+
+class _Late(nn.Module):
+    """Makes a buffer in its first call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.full((3,), 0.5))
+        return x * self.get_buffer("late")
 
 
 _uneven_images = partial(images, (8, 5, 1, 3, 7))
@@ -394,8 +405,9 @@ CASES = (
         gan,
         rank_dependent_values,
         buffers_of_every_kind,
-        members_set_anew,
     ),
+    Case("members_set_anew", partial(members_set_anew, nn.Identity)),
+    Case("members_set_anew_beside_made", partial(members_set_anew, _Late)),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),
 )

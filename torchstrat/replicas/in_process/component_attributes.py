@@ -159,7 +159,7 @@ class ComponentAttributes:
         self._modules: list[object] = []  # and data classes that they hold
         self._attributes: dict[int, list[_Attributes]] = {}
         self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
-        self._has_made_members = False
+        self._makers: set[int] = set()  # ids of modules of which this turn has made members
         self._replicas: list[int] = []
         self._vectors: Container[int] = ()
         self._owners: dict[int, int] = {}  # by the places of modules that were made in the run
@@ -174,7 +174,7 @@ class ComponentAttributes:
     def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
         of tensors that are buffers, or share memory with variables, and change hands with these."""
-        self._has_made_members, self._before, self._modules, self._owners = False, None, [], {}
+        self._makers, self._before, self._modules, self._owners = set(), None, [], {}
         self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
         self._hooks.begin(self._modules)
         self._take(modules, replicas[0])
@@ -224,24 +224,28 @@ class ComponentAttributes:
     def expect_member(self, module: nn.Module, name: str, member: object) -> None:
         """The replica whose turn it is sets a member."""
         if is_made(module, name, member):
-            self.made_members()
+            self.made_members(module)
 
-    def made_members(self) -> None:
+    def made_members(self, module: nn.Module) -> None:
         """The replica whose turn it is registers parameters or buffers. They are made once, for all, so what it sets
         beside them (``self.is_built = True``) must not be missed by the others."""
-        self._has_made_members = True
+        self._makers.add(id(module))
 
     def park(self, replica: int) -> None:
         own = self._attributes.get(replica)
         if own is None:
             return
         self._hooks.park(replica)
-        if self._has_made_members:
-            self._has_made_members = False
-            for index, attributes in enumerate(own):
+        if self._makers:
+            makers, self._makers = self._makers, set()
+            new = {id(self._modules[place]) for place in self._owners}
+            known = {id(one) for one in self._modules} - new
+            for index, (module, attributes) in enumerate(zip(self._modules, own, strict=False)):
+                children = attributes.get("_modules", {}).values()
+                is_maker = id(module) in makers or any(one is not None and id(one) not in known for one in children)
                 for other in self._attributes.values():
                     if other is not own:
-                        _tell(other[index], attributes)
+                        _tell(other[index], attributes, is_maker=is_maker)
 
     def install(self, replica: int) -> None:
         for module, attributes in zip(self._modules, self._attributes.get(replica, ()), strict=False):
@@ -369,14 +373,16 @@ def _is_small(value: Any) -> bool:
     return len(value) <= _MOST_MEMBERS
 
 
-def _tell(others: _Attributes, own: _Attributes) -> None:
-    """Give another replica what one has set: all that is new or has become a member, and other plain values. Not what
-    it has counted: the other one counts, too."""
+def _tell(others: _Attributes, own: _Attributes, *, is_maker: bool) -> None:
+    """Give another replica what one has set: all that is new or has become a member, and other plain values. Numbers
+    only of what has made members, and not what it has counted: the other one lowers rates and counts, too."""
     for name, value in own.items():
         if name in _SHARED or others.get(name, own) is value:
             continue
-        if type(value) is int and type(others.get(name)) is int and value == others[name] + 1:
-            continue
+        if name in others and type(value) in (int, float):
+            is_count = type(value) is type(others[name]) is int and value == others[name] + 1
+            if is_count or not is_maker:
+                continue
         if name not in others or isinstance(value, bool | int | float | str | type(None)):
             others[name] = value
     members = [own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]

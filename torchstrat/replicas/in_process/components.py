@@ -539,9 +539,9 @@ class Components:
 
     # -- modules that came up during the run ------------------------------------------------------------------------
 
-    def made_members(self) -> None:
+    def made_members(self, module: nn.Module) -> None:
         """The replica whose turn it is registers parameters or buffers."""
-        self._attributes.made_members()
+        self._attributes.made_members(module)
 
     def expect_member(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """The replica whose turn it is is about to register a parameter or a buffer."""

@@ -400,7 +400,7 @@ class InProcessReplicas(ReplicaEngine):
         if baton is None or not self._is_current():
             return
         baton.shield()
-        self._components.made_members()
+        self._components.made_members(module)
         with OwnSettings():
             self._give_first_values(module)
             self._components.register_module(module)
