@@ -663,3 +663,28 @@ def test_a_step_on_a_thread_of_the_function_is_refused(program: Program, make: C
     assert model.weight.equal(before)
     program.run(lambda: step(starts_thread=False))
     assert not model.weight.equal(before)
+
+
+@pytest.mark.parametrize("name", ["get_scale", "state_dict"])
+def test_who_asks_the_coordinators_scaler_is_told_once_that_workers_have_theirs(program: Program, name: str) -> None:
+    with program.coordinator.strategy.scope():
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        other = torch.amp.GradScaler("cpu", init_scale=8.0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> float:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return scaler.get_scale()
+
+    getattr(scaler, name)()  # no function has it yet
+    assert program.coordinator.schedule(step).get(60) == 16.0
+    other.get_scale()
+    with pytest.warns(
+        UserWarning, match=rf"GradScaler.{name}.. was called on the coordinator.*Return scaler.get_scale"
+    ):
+        getattr(scaler, name)()
+    assert scaler.get_scale() == 8.0  # said once

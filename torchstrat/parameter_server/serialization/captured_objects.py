@@ -32,6 +32,7 @@ from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import Token, VariableSpec
+from torchstrat.parameter_server.serialization import sent_scalers
 from torchstrat.parameter_server.serialization.closure_walk import Reach
 from torchstrat.parameter_server.serialization.path_errors import (
     Refused,
@@ -121,6 +122,7 @@ class Outgoing:
         if found is None:
             token = self._catalog.refer_to(value)
             if token is not None:
+                sent_scalers.note(value)
                 self.tokens[token] = value
                 found = "ref", token
         if found is None and self._follows and isinstance(value, torch.Tensor):
