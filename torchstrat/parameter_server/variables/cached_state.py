@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -28,8 +28,20 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     let_ask,
 )
 
-if TYPE_CHECKING:
-    from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
+_Result = TypeVar("_Result")
+
+
+class _Keeper(Protocol):
+    def is_current(self) -> bool: ...
+
+
+class _StateOnServers(Protocol):
+    """A `RemoteOptimizerState`, as the holder of its tensors knows it."""
+
+    @property
+    def keeper(self) -> _Keeper: ...
+    def fill(self) -> None: ...
+    def write(self, make: Callable[[], _Result]) -> _Result: ...
 
 
 class CachedState:
@@ -43,7 +55,7 @@ class CachedState:
         self._entries: dict[int, weakref.ref[torch.Tensor]] = {}
         self._has_warned = False
 
-    def _state(self) -> RemoteOptimizerState | None:
+    def _state(self) -> _StateOnServers | None:
         """None while it is not the servers': between a load and the call that sends it."""
         state: Any = getattr(self._optimizer(), "state", None)
         return state if getattr(state, "holder", None) is self else None
