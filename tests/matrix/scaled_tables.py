@@ -19,7 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused, switched_off
+from tests.matrix.table import (
+    RIGHT,
+    Cell,
+    Expected,
+    PlantedFault,
+    Table,
+    assert_close,
+    cells_at,
+    known_wrong,
+    refused,
+    switched_off,
+)
 from torchstrat.core import _functional_private
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import renormed_rows, scaling_lookups
@@ -31,20 +42,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Net(nn.Module):
-    """``kind`` of lookups: the column."""
+    """A column: how rows are looked up."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind = kind
         torch.manual_seed(0)
         made = torch.randn(HEIGHT, WIDTH, dtype=torch.float64)
-        if kind == "nn.EmbeddingBag":
-            self.table: nn.Module = nn.EmbeddingBag.from_pretrained(made, freeze=False, max_norm=NORM)
-        elif kind == "functional.embedding":
-            self.table = nn.Module()
-            self.table.weight = nn.Parameter(made)
-        else:
-            self.table = nn.Embedding.from_pretrained(made, freeze=False, max_norm=NORM)
+        self.table = self.make(made)
         self.head = nn.Linear(WIDTH, WIDTH).double()
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
         self.register_buffer("kept", made.clone())
@@ -55,12 +59,53 @@ class Net(nn.Module):
         assert isinstance(weight, torch.Tensor)
         return weight
 
+    def make(self, values: torch.Tensor) -> nn.Module:
+        table = nn.Module()
+        table.weight = nn.Parameter(values)
+        return table
+
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids``: (rows, 2); (rows, width)."""
-        if self.kind == "functional.embedding":
-            return F.embedding(ids, self.weight, max_norm=NORM).mean(1)
+        raise NotImplementedError
+
+
+class _OfEmbedding(Net):
+    def make(self, values: torch.Tensor) -> nn.Module:
+        return nn.Embedding.from_pretrained(values, freeze=False, max_norm=NORM)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.table(ids)
-        return found if self.kind == "nn.EmbeddingBag" else found.mean(1)
+        return found.mean(1)
+
+
+class _OfEmbeddingBag(Net):
+    def make(self, values: torch.Tensor) -> nn.Module:
+        return nn.EmbeddingBag.from_pretrained(values, freeze=False, max_norm=NORM)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(ids)
+        return found
+
+
+class _ByFunction(Net):
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight, max_norm=NORM).mean(1)
+
+
+class _ByPosition(Net):
+    """Its code does not say so."""
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight, None, NORM).mean(1)
+
+
+NETS: Mapping[str, type[Net]] = {
+    "nn.Embedding": _OfEmbedding,
+    "nn.EmbeddingBag": _OfEmbeddingBag,
+    "functional.embedding": _ByFunction,
+    "functional.embedding by position": _ByPosition,
+}
+POSITION = "functional.embedding by position"
 
 
 def _loss(found: torch.Tensor, net: Net, batch: Batch) -> torch.Tensor:
@@ -125,6 +170,12 @@ def _view_before(net: Net, batch: Batch) -> torch.Tensor:
     view = net.weight[:]
     found = net.look_up(batch[0])
     return _loss(found, net, batch) + _scores(net, found, view)
+
+
+def _alias_before(net: Net, batch: Batch, alias: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    same = alias(net.weight)
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, same)
 
 
 def _before(net: Net, batch: Batch) -> torch.Tensor:
@@ -295,7 +346,7 @@ def _lbfgs(net: Net) -> torch.optim.Optimizer:
 
 OF_BUFFER = refused(
     UnsupportedError,
-    r"looks rows up with max_norm in Net\.kept, a buffer.*torch\.nn\.Parameter\(table, requires_grad=False\)",
+    r"looks rows up with max_norm in \w+\.kept, a buffer.*torch\.nn\.Parameter\(table, requires_grad=False\)",
     "a buffer becomes the mean of what replicas have scaled",
 )
 REFUSED = refused(
@@ -355,6 +406,13 @@ ROWS: Mapping[str, Row] = {
     "used by as_subclass": Row(partial(_read, read=lambda weight: weight.as_subclass(torch.Tensor)), REFUSED),
     "a buffer is looked up": Row(_buffer, OF_BUFFER),
     "used by a view from before, in the first run": Row(_view_before, REFUSED, runs=1),
+    "used by .data from before, in the first run": Row(
+        partial(_alias_before, alias=lambda weight: weight.data), REFUSED, runs=1
+    ),
+    "used by detach() from before, in the first run": Row(
+        partial(_alias_before, alias=torch.Tensor.detach), REFUSED, runs=1
+    ),
+    "used where another one looks up, before, in the first run": Row(partial(_on_another, looks_up=1), REFUSED, runs=1),
     "looked up with another norm": Row(_other_norm, REFUSED),
     "looked up without a norm": Row(_without_norm, REFUSED),
     "a part is looked up": Row(_through_a_view, REFUSED),
@@ -365,7 +423,7 @@ ROWS: Mapping[str, Row] = {
     "looked up in a function compiled before": Row(_compiled_lookups, compiled_before=True),
 }
 
-COLUMNS = ("nn.Embedding", "nn.EmbeddingBag", "functional.embedding")
+COLUMNS = tuple(NETS)
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 
@@ -383,7 +441,7 @@ def _batches() -> list[Batch]:
 
 def _check(row: Row, column: str, place: str) -> None:
     torch.compiler.reset()
-    plain = Net(column)
+    plain = NETS[column]()
     optimizer = row.optimizer(plain)
     for batch in _batches()[: row.runs]:
         row.step(plain, optimizer, row.use, batch)
@@ -391,7 +449,7 @@ def _check(row: Row, column: str, place: str) -> None:
         torch.compiler.reset()
     with places.opened(place) as strategy:
         with strategy.scope():
-            net = Net(column)
+            net = NETS[column]()
             optimizer = row.optimizer(net)
         step = partial(row.step, net, optimizer, row.use)
         for batch in strategy.distribute_dataset(_batches()[: row.runs]):
@@ -400,11 +458,26 @@ def _check(row: Row, column: str, place: str) -> None:
         assert_close(dict(net.state_dict()), dict(plain.state_dict()))
 
 
+UNSAID = {
+    "used by .data from before, in the first run": places.TORCHRUN,
+    "used by detach() from before, in the first run": places.TORCHRUN,
+    "used where another one looks up, before, in the first run": PLACES,
+}
+"""Where a table has to be known before its first lookup. In one process the second replica knows it by then."""
+CAUSES = {"1": "in the first run, what nobody can know to be a table before its first lookup is used by then, or taken"}
+
+
+def _expected(row: str, column: str, place: str) -> Expected:
+    return known_wrong("1") if column == POSITION and place in UNSAID.get(row, ()) else ROWS[row].expected
+
+
 def cells() -> Iterator[Cell]:
     for row_name, row in ROWS.items():
         for column in COLUMNS:
             for place in PLACES:
-                yield Cell(row_name, column, place, partial(_check, row, column, place), row.expected)
+                yield Cell(
+                    row_name, column, place, partial(_check, row, column, place), _expected(row_name, column, place)
+                )
 
 
 def _install_central_unmerged(self: Components) -> None:
@@ -437,7 +510,7 @@ FAULTS = (
     PlantedFault(
         "a function that is compiled in a run keeps its lookups",
         switched_off(_functional_private, "is_compiler_at_work", lambda: False),
-        cells_at("looked up and used in a compiled function", "functional.embedding"),
+        cells_at("looked up and used in a compiled function", POSITION),
     ),
     PlantedFault(
         "views are tensors like others",
@@ -475,7 +548,7 @@ FAULTS = (
     PlantedFault(
         "a function that has been compiled keeps its lookups",
         switched_off(_functional_private, "_compiled_lookups", _Forgets()),
-        cells_at("looked up and used in a function compiled before", "functional.embedding", "mirrored x2"),
+        cells_at("looked up and used in a function compiled before", POSITION, "mirrored x2"),
     ),
     PlantedFault(
         "ranks do not tell what they have used tables for",
@@ -488,12 +561,20 @@ FAULTS = (
     PlantedFault(
         "ranks do not hear of tables that others look up",
         switched_off(scaling_lookups.ScalingLookups, "hear_of", lambda self, key: None),
-        cells_at("used where another one looks up", "functional.embedding", "torchrun mirrored"),
+        cells_at("used where another one looks up", POSITION, "torchrun mirrored"),
     ),
     PlantedFault(
         "nobody looks for views that are there already",
         switched_off(scaling_lookups, "_views_of", lambda tables: []),
-        cells_at("used by a view from before, in the first run", "functional.embedding", "torchrun mirrored"),
+        cells_at("used by a view from before, in the first run", POSITION, "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "nobody looks into the code of a step",
+        switched_off(scaling_lookups, "_may_scale", lambda code: False),
+        (
+            *cells_at("used by .data from before, in the first run", "functional.embedding", "torchrun mirrored"),
+            *cells_at("used where another one looks up, before, in the first run", "functional.embedding"),
+        ),
     ),
     PlantedFault(
         "a buffer is a table like others",
@@ -513,5 +594,6 @@ TABLE = Table(
         "used as a whole, in a closure | functional.embedding | torchrun central_storage",
     ),
     faults=FAULTS,
+    causes=CAUSES,
     alike=places.launch_of,
 )

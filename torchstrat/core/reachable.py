@@ -353,6 +353,31 @@ def _from_function(fn: types.FunctionType) -> list[object]:
     return found
 
 
+def own_code(objects: Iterable[object]) -> list[types.CodeType]:
+    """Of these functions and of what they name, of the methods of these objects' classes, and of what is defined in
+    any of it: the program's own."""
+    found: list[types.CodeType] = []
+    pending = collections.deque(objects)
+    seen: set[int] = set()
+    while pending and len(seen) < _MAX_OBJECTS:
+        value = pending.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            pending += _from_function(value)
+            found += [] if _is_library(value.__module__) else [value.__code__]
+        elif isinstance(value, types.MethodType | functools.partial):
+            pending += _from_callable(value)
+        else:
+            for kind in (value if isinstance(value, type) else type(value)).__mro__:
+                if not _is_library(kind.__module__):
+                    pending += [one for one in vars(kind).values() if isinstance(one, types.FunctionType)]
+    for code in found:  # which grows
+        found += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return found
+
+
 class _Names(NamedTuple):
     """That a function uses, and the functions defined in it, in order."""
 

@@ -9,8 +9,9 @@ Everything is held weakly: a model that the user drops is forgotten.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,16 @@ from torchstrat.core._torch_private import is_compiler_at_work, is_view, own_buf
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, give_hook_tables, kind_of_class, take_over_steps
-from torchstrat.core.reachable import CreationWatch, Reached, Start, Watcher, address_of, has_address, walk_behind
+from torchstrat.core.reachable import (
+    CreationWatch,
+    Reached,
+    Start,
+    Watcher,
+    address_of,
+    has_address,
+    own_code,
+    walk_behind,
+)
 
 _MOST_OBJECTS = 64  # that a step reaches: the nearest ones; further away lie data
 _MOST_PLAIN = 200
@@ -167,6 +177,8 @@ class VariableRegistry:
         self.changes = 0
         """Counts what was added, so that a run can tell at no cost that nothing was."""
         self.may_create = False
+        self.new_code: Sequence[types.CodeType] = ()
+        """Of the step that has been adopted, where it is a new one."""
         """Whether the step that `adopt` saw last may well make helpers: it starts from other objects than before, so
         this may be its first run."""
 
@@ -263,7 +275,7 @@ class VariableRegistry:
         before = self._walked.get(step)
         is_new = before is None or not start.is_same(before) or (self.looks_for_flat and self._has_new_flat_memory())
         self.may_create = is_new
-        self.objects = []
+        self.objects, self.new_code = [], ()
         if start.is_closed and not is_new:
             return []
         found = start.walk(again=not is_new)
@@ -275,6 +287,7 @@ class VariableRegistry:
             self._plain.add(tensor)
         if is_new:
             self._note_vectors(found.plain)
+            self.new_code = own_code([fn, *self._modules])
         start.forget_objects()
         self._remember(step, start)
         return adopted if is_new else []  # else it may have been made by an earlier run of the step

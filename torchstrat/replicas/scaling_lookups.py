@@ -8,13 +8,14 @@ through: the same lookups again, and to multiply all of it by a number. After th
 a row that another replica has scaled already would be scaled anew.
 
 Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run begins, others from their first lookup.
+Where the code of a step names such a lookup, any matrix may be a table in its first run.
 
 Nor may a replica that looks nothing up use a table in which another one has looked rows up by then. Replicas in
 processes of their own tell each other when they bring scaled rows together.
 
-Not told: what asks no class (C++ extensions, ``from torch import tensor`` before the run); and of a table in
-none of these modules, before its first lookup in any run (in another process: in that run), what other replicas have
-done, and what ``.data`` has given.
+Not told: what asks no class (C++ extensions, ``from torch import tensor`` before the run); and of a table in none of
+these modules, of which no code says that it is one (`_may_scale`), before its first lookup in any run (in another
+process: in that run), what other replicas have done, and what ``.data`` has given.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, methods, tensors_in
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
-from torchstrat.replicas.renormed_rows import LOOKED_UP, scaling_tables
+from torchstrat.replicas.renormed_rows import LOOKED_UP, may_be_table, scaling_tables
 
 Norm = tuple[float, float]
 """``max_norm`` and ``norm_type`` of a lookup."""
@@ -260,6 +262,17 @@ def _views_of(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one for one in found if id(base_of(one)) in known and id(one) not in known]
 
 
+_OF_LOOKUPS = frozenset({"embedding", "embedding_bag"})
+
+
+def _may_scale(code: CodeType) -> bool:
+    """Whether it names such a lookup, and ``max_norm`` as a variable, an attribute or an argument."""
+    words = [*code.co_names, *code.co_varnames]
+    for one in code.co_consts:
+        words += one if isinstance(one, tuple) else (one,)
+    return "max_norm" in words and not _OF_LOOKUPS.isdisjoint(words)
+
+
 _classes: dict[type, type] = {}
 
 
@@ -295,8 +308,9 @@ class ScalingLookups:
         if self._modules[0] != self._registry.changes:
             found = scaling_tables(self._registry.modules())
             self._modules = self._registry.changes, [weakref.ref(one) for one in found]
-        if self._modules[1] or self._others.count:
-            known = {id(table): table for table in self._tables()}.values()
+        candidates = self._candidates()
+        if self._modules[1] or self._others.count or candidates:
+            known = {id(table): table for table in (*self._tables(), *candidates)}.values()
             self._groups = {replica: [self._group([table]) for table in known] for replica in self._replicas}
             self._have_readers_ask()
 
@@ -308,6 +322,12 @@ class ScalingLookups:
             if weight is not None:
                 yield weight
         yield from self._others.alive()
+
+    def _candidates(self) -> list[torch.Tensor]:
+        """Before the first run of a step: what may turn out to be tables, where its code says that there are others."""
+        if not any(map(_may_scale, self._registry.new_code)):
+            return []
+        return [one for one in self._registry.tensors() if may_be_table(one)]
 
     def _have_readers_ask(self) -> None:
         if self._end_asking is None:
@@ -397,6 +417,8 @@ class ScalingLookups:
                 if replica != context.replica_id_in_sync_group:
                     self._groups.setdefault(replica, []).append(self._group(shown))
             self._have_readers_ask()
+        elif self._registry.new_code:
+            self._variables_of(table)
         group.look_up((max_norm, norm_type))
         group.put()
 
@@ -413,7 +435,8 @@ class ScalingLookups:
     def _variables_of(self, table: torch.Tensor) -> list[torch.Tensor]:
         """Those whose memory a table shares. One without any a replica may have computed from a variable."""
         copied, variables = self._registry.copied(), self._registry.tensors()
-        shown = [one for one in variables if one is table or _is_part_of(one, table)]
+        with DisableTorchFunctionSubclass():
+            shown = [one for one in variables if one is table or _is_part_of(one, table)]
         shown = [one for one in shown if id(one) not in copied]
         for one in shown:
             self._others.add(one)
