@@ -177,6 +177,8 @@ class SteppedOptimizers:
 
     def end(self) -> None:
         """Before the next step, and at the function's end: nothing asks any more, and what has come goes."""
+        if not self._asking and not self._came:  # of most functions
+            return
         self._ask_no_more(with_lost=True)
         for members, name, value, mark, before in reversed(self._came):
             if members.get(name, _ABSENT) is value and mark_of(value) == mark:
