@@ -293,11 +293,13 @@ def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) ->
 
 def give_hook_tables(optimizer: Optimizer) -> None:
     """Lets hooks be registered on a wrapper that does without PyTorch's constructor, but sets tables of hooks itself:
-    plain dictionaries, which take no handles, or that of hooks before a step alone."""
+    plain dictionaries, which take no handles, or that of hooks before a step alone. Its state can be saved and loaded,
+    too."""
     own = vars(optimizer)
     if "_optimizer_step_pre_hooks" not in own:
         return
-    own.setdefault("_optimizer_step_post_hooks", {})
+    for name in ("step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        own.setdefault(f"_optimizer_{name}_hooks", {})
     for name, table in own.items():
         if name.startswith("_optimizer_") and name.endswith("_hooks") and type(table) is dict:
             own[name] = collections.OrderedDict(table)

@@ -483,7 +483,11 @@ CASES = (
     *named(sparse_adam, batches=classification),
     Case("lookahead", partial(lookahead, initialize=True)),
     Case("lookahead_without_hooks", partial(lookahead, initialize=False)),
-    Case("lookahead_with_plain_hooks", partial(lookahead, initialize=False, tables=True)),
+    Case(
+        "lookahead_with_plain_hooks",
+        partial(lookahead, initialize=False, tables=True),
+        partial(regression, (12, 12, 12, 1, 12, 12)),
+    ),
     Case("lbfgs", partial(with_closure, _LBFGS), tolerance=1e-6),
     Case("lbfgs_strong_wolfe", partial(with_closure, partial(_LBFGS, line_search_fn="strong_wolfe")), tolerance=1e-6),
     Case("closure_of_sgd", partial(with_closure, _SGD, returns_loss=True)),
