@@ -77,7 +77,7 @@ class BufferRules:
             return only_first
         if aggregation in (VariableAggregation.SUM, only_first):
             return aggregation
-        if not training:
+        if not training and not is_statistic(module, name):  # the step may have set the mode for itself
             self.warn(module, name, "differs between replicas, and is the first replica's (its module does not train)")
             return only_first
         if not (first.is_floating_point() or first.is_complex()):
@@ -125,8 +125,8 @@ def is_statistic(module: nn.Module, name: str) -> bool:
 
 
 def batches_counted(module: nn.Module, name: str) -> int:
-    """Grows where one of torch's own running statistics may have been written: normalizing in training mode, which a
-    step may have set in between, leaves no trace in the version of any but the count of batches."""
+    """Grows where one of torch's own running statistics may have been written: normalizing leaves no trace in the
+    version of any but the count of batches."""
     count = own_buffers(module).get("num_batches_tracked") if is_statistic(module, name) else None
     return 0 if count is None or count.is_inference() else version_of(count)
 

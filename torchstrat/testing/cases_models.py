@@ -98,9 +98,9 @@ _cumulative_batch_norm = partial(_convolution, partial(nn.BatchNorm2d, momentum=
 class _TrainsInForward(nn.Module):
     """In evaluation mode before a step and after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_inner: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.inner = _batch_norm()
+        self.inner = make_inner()
         self.eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -375,7 +375,15 @@ CASES = (
     Case(
         "batch_norm_empty", partial(trained, _batch_norm), partial(images, (8, 1, 2, 1, 8)), expected=replicas_by_hand
     ),
-    Case("batch_norm_trains_in_forward", partial(trained, _TrainsInForward), _uneven_images, expected=replicas_by_hand),
+    Case(
+        "batch_norm_trains_in_forward",
+        partial(trained, partial(_TrainsInForward, _batch_norm)),
+        _uneven_images,
+        expected=replicas_by_hand,
+    ),
+    Case(
+        "instance_norm_trains_in_forward", partial(trained, partial(_TrainsInForward, _instance_norm)), _uneven_images
+    ),
     Case("batch_norm_uneven", partial(trained, _batch_norm), _uneven_images, expected=replicas_by_hand),
     Case(
         "batch_norm_cumulative_uneven",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchstrat.core._torch_private import own_buffers, set_version_counters, version_of
-from torchstrat.core.buffer_rules import BufferRules, batches_counted, counts_rows
+from torchstrat.core.buffer_rules import BufferRules, counts_rows
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import shares
 from torchstrat.core.reachable import address_of, has_address
@@ -26,7 +26,6 @@ class _BufferState:
 
     __slots__ = (
         "assigned",
-        "batches",
         "central",
         "count",
         "data",
@@ -46,7 +45,6 @@ class _BufferState:
     def __init__(self, slot: BufferSlot, original: torch.Tensor | None, made_by: int | None = None) -> None:
         self.slot = slot
         self.training = slot.module.training  # when the run began
-        self.batches = batches_counted(slot.module, slot.name)
         self.count: float | None = None
         self.original = original
         self.central = None if original is None else original.data  # not written before the run has succeeded
@@ -337,7 +335,7 @@ class ComponentBuffers:
         if self._rules and self._rules.keeps_own(module, name):
             return first
         are_alike = all(other.shape == first.shape and other.dtype == first.dtype for other in everyone)
-        training = module.training or state.training or batches_counted(module, name) != state.batches
+        training = module.training or state.training
         how = self._rules.aggregation_of(module, name, first, are_alike=are_alike, training=training)
         if how is VariableAggregation.ONLY_FIRST_REPLICA:
             return first

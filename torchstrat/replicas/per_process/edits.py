@@ -334,7 +334,6 @@ class ProcessBuffers:
         self._weights = weights
         self._training_before = {id(module) for module in members.modules if module.training}
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
-        self._batches: dict[tuple[int, str], int] = {}
         self._counts: dict[tuple[int, str], float] = {}
         self._before: dict[tuple[int, str], torch.Tensor] = {}
         self._kept: list[tuple[BufferSlot, torch.Tensor, torch.Tensor]] = []
@@ -346,8 +345,7 @@ class ProcessBuffers:
         if module.training and tensor is not None and not _is_nothing(tensor):
             self._kept.append((slot, tensor, tensor.detach().clone()))
         if not module.training:
-            self._noted[id(module), name] = (tensor, 0 if tensor is None else version_of(tensor))
-            self._batches[id(module), name] = batches_counted(module, name)
+            self._noted[id(module), name] = (tensor, _changes_of(slot))
         if counts_rows(module, name, tensor):
             self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
         if self._rules and tensor is not None and self._rules.needs_before(module, name):
@@ -361,18 +359,15 @@ class ProcessBuffers:
                 tensor.data.copy_(copy)
 
     def _is_training(self, slot: BufferSlot) -> bool:
-        module, before = slot.module, self._batches.get((id(slot.module), slot.name))
-        if module.training or id(module) in self._training_before:
-            return True
-        return before is not None and batches_counted(module, slot.name) != before
+        return slot.module.training or id(slot.module) in self._training_before
 
     def _may_differ(self, slot: BufferSlot) -> bool:
         """Buffers of modules in evaluation mode hardly ever change, so they are not read unless something shows it."""
         tensor = slot.tensor
         if self._is_training(slot):
             return tensor is not None
-        noted, version = self._noted.get((id(slot.module), slot.name), (None, 0))
-        return tensor is not noted or (tensor is not None and version_of(tensor) != version)
+        noted, changes = self._noted.get((id(slot.module), slot.name), (None, 0))
+        return tensor is not noted or _changes_of(slot) != changes
 
     def _is_compared(self, slot: BufferSlot) -> bool:
         return not (self._rules and self._rules.keeps_own(slot.module, slot.name)) and not _is_nothing(slot.tensor)
@@ -453,6 +448,11 @@ class ProcessBuffers:
         total = (own * share if share else torch.zeros_like(own)).contiguous()  # which may be nan where there is none
         communicator.all_reduce(total, call).wait()
         tensor.copy_(total if before is None else before + total)
+
+
+def _changes_of(slot: BufferSlot) -> int:
+    """Another number where a buffer has been changed in place."""
+    return 0 if slot.tensor is None else version_of(slot.tensor) + batches_counted(slot.module, slot.name)
 
 
 def _is_nothing(tensor: torch.Tensor | None) -> bool:
