@@ -57,15 +57,16 @@ class _Asking:
         return self._read(*args, **kwargs)
 
 
-def _homes() -> Iterator[tuple[Any, str, str]]:
-    """Of the functions: the module, the name in it, and that with the module's."""
+def _replaced() -> Iterator[tuple[dict[str, Any], str, Any, _Asking]]:
+    """Where each of the functions is, by which name, and what takes its place."""
     for path in _FUNCTIONS:
         module, _, name = path.rpartition(".")
-        yield look_up(module) if module else torch, name, path
+        home = look_up(module) if module else torch
+        read = look_up(name, home)
+        yield vars(home), name, read, _Asking(read, in_lists=module == "nested")
 
 
-_plain = {path: look_up(name, home) for home, name, path in _homes()}
-_asking = {path: _Asking(read, in_lists=path.startswith("nested")) for path, read in _plain.items()}
+_places = list(_replaced())
 
 
 @functools.cache
@@ -76,8 +77,8 @@ def _have_methods_ask() -> None:
         setattr(torch.Tensor, name, _Asking(getattr(base, name)))
     torch.Tensor.__new__ = _asking_constructor(base.__new__)  # type: ignore[method-assign]
     register = look_up("_register_builtin", importlib.import_module("torch.jit._builtins"))
-    for path, asking in _asking.items():
-        register(asking, f"aten::{path}")  # TorchScript goes by the ``id``
+    for _, name, _, asking in _places:
+        register(asking, f"aten::{name}")  # TorchScript goes by the ``id``
 
 
 def _asking_constructor(construct: Any) -> Callable[..., Any]:
@@ -108,5 +109,5 @@ def have_readers_ask(*kinds: type) -> Callable[[], None]:
 def _set_asked(kinds: tuple[type, ...]) -> None:
     global _asked
     _asked = kinds
-    for home, name, path in _homes():
-        vars(home)[name] = _asking[path] if kinds else _plain[path]
+    for home, name, read, asking in _places:
+        home[name] = asking if kinds else read
