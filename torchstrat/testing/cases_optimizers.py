@@ -254,6 +254,35 @@ def lookahead(*, initialize: bool, tables: bool = False) -> Training:
     return Training(plain_step(model, optimizer), {"model": model, "count": lambda: optimizer.counter})
 
 
+class _Several(torch.optim.Optimizer):
+    """Steps several, and saves them as a list."""
+
+    def __init__(self, *each: torch.optim.Optimizer) -> None:
+        self.each, self.defaults, self.state = each, {}, defaultdict(dict)
+        self._optimizer_step_pre_hooks = {}
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return [group for one in self.each for group in one.param_groups]
+
+    def state_dict(self) -> Any:
+        return [one.state_dict() for one in self.each]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.each:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for one in self.each:
+            one.step()
+
+
+def several_in_one() -> Training:
+    model = Mlp()
+    optimizer = _Several(sgd(model.first), sgd(model.last, momentum=0.0))
+    return Training(plain_step(model, optimizer), {"model": model})
+
+
 def sparse_adam() -> Training:
     table, head = nn.Embedding(12, 4, sparse=True), nn.Linear(4, 3)
     sparse = torch.optim.SparseAdam(table.parameters(), lr=0.05)
@@ -483,6 +512,12 @@ CASES = (
     *named(sparse_adam, batches=classification),
     Case("lookahead", partial(lookahead, initialize=True)),
     Case("lookahead_without_hooks", partial(lookahead, initialize=False)),
+    Case(
+        "several_in_one",
+        several_in_one,
+        partial(regression, (12, 12, 1, 12, 12)),
+        warns="the replicas have changed what an optimizer keeps of",  # in one process; nobody has
+    ),
     Case(
         "lookahead_with_plain_hooks",
         partial(lookahead, initialize=False, tables=True),

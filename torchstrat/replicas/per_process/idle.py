@@ -335,7 +335,9 @@ def _state_dict(helper: object) -> Any:
     lacks = isinstance(helper, Optimizer) and not hasattr(helper, "_optimizer_load_state_dict_post_hooks")
     if lacks and Optimizer in (_owner_of(helper, "state_dict"), _owner_of(helper, "load_state_dict")):
         return None
-    return helper.state_dict() if hasattr(helper, "state_dict") else None
+    state = helper.state_dict() if hasattr(helper, "state_dict") else None
+    is_odd = isinstance(helper, Optimizer) and not (isinstance(state, dict) and "param_groups" in state)
+    return None if is_odd else state  # a list of those of several that it wraps, say: they are helpers, too
 
 
 def _owner_of(value: object, name: str) -> type | None:
