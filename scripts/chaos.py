@@ -85,7 +85,7 @@ class Chaos:
         self._note_losses()
 
     def _note_losses(self) -> None:
-        job = self.coordinator._job
+        job = self.coordinator._job  # noqa: SLF001  # losses of workers are told to nobody else
         tell = job.on_worker_lost
 
         def lost(peer, reason):

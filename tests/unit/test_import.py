@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import graphlib
+import importlib
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import PYTHON, succeed
+from tests.support.programs import PYTHON, ROOT, succeed
 from torchstrat.core._importing import without_collection
 
 FORBIDDEN = ["torch.distributed.rpc", "torch.distributed.tensor", "cloudpickle", "torch_xla", "hydra", "omegaconf"]
@@ -143,8 +145,35 @@ def test_the_collector_is_afterwards_as_it_was(enabled: bool) -> None:
 
 def test_no_import_goes_round_in_a_circle() -> None:
     """Also none within a function, or for types alone. `scripts/check` has the directions between rooms."""
-    grimp = pytest.importorskip("grimp", reason="of the extra dev")
-    graph = grimp.build_graph("torchstrat", cache_dir=None)
-    imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    imports = _imports()
     imports["torchstrat"].remove("torchstrat.testing")  # for types: it is found at first use, and uses public names
     graphlib.TopologicalSorter(imports).prepare()
+
+
+def test_folders_say_what_they_import() -> None:
+    """The last sentence of each: other rooms by their names, folders of the same room by theirs."""
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "torchstrat").rglob("__init__.py")}
+
+    def folder_of(module: str) -> str:
+        path = module.replace(".", "/")
+        return path if path in folders else path.rpartition("/")[0]
+
+    seen: dict[str, set[str]] = {folder: set() for folder in folders - {"torchstrat"}}
+    for module, imported in _imports().items():
+        own = folder_of(module)
+        for other in map(folder_of, imported if own != "torchstrat" else ()):
+            room, same = other.split("/")[1:2], own.split("/")[1] in other.split("/")[1:2]
+            if not f"{other}/".startswith(f"{own}/"):
+                seen[own].add(other.removeprefix("torchstrat/") if same or not room else room[0])
+    for folder, imported in seen.items():
+        said = importlib.import_module(folder.replace("/", ".")).__doc__ or ""
+        last = re.search(r"\nImports from ([^.]*)\.\n?\Z", said)
+        assert last is not None, f"{folder}: the docstring does not end with what it imports from"
+        assert set(re.findall(r"`([^`]+)`", last[1])) == imported, folder
+
+
+def _imports() -> dict[str, set[str]]:
+    """By module; also those within functions, and for types alone."""
+    grimp = pytest.importorskip("grimp", reason="of the extra dev")
+    graph = grimp.build_graph("torchstrat", cache_dir=None)
+    return {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}

@@ -5,4 +5,7 @@ step and the README's loop around it), `asynchronous` (the same step under param
 run takes, and the evaluator's role), `data`, `models`, `report` (what lies in a run's folder), `launch` (one Hydra for
 all ranks). Hydra, scikit-learn, matplotlib, TensorBoard and tqdm (``pip install torchstrat[experiments]``) are imported
 where they are used.
+
+Imports from `checkpoint`, `core`, `data`, `distributed`, `launch`, `parameter_server`, `sharding`, `strategies` and
+`torchstrat`.
 """

@@ -26,6 +26,8 @@ From the public class downwards::
 
 What lives on parameter servers: `torchstrat.parameter_server.variables.server_checkpoint` and
 `torchstrat.parameter_server.server.service`.
+
+Imports from `core`, `data`, `distributed` and `replicas`.
 """
 
 from torchstrat.checkpoint.checkpoint import Checkpoint

@@ -2,5 +2,7 @@
 
 Also what a step is found to touch (`reachable`, `gradients`), the one classification of optimizers
 (`optimizers`), what a program takes in memory (`memory`), and the private names of PyTorch (`_torch_private`).
-All other folders may import from here. It is to import from none of them: pyproject.toml lists what still does.
+All other folders import from here.
+
+Imports from no other folder.
 """

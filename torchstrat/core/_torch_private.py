@@ -490,7 +490,7 @@ def checkpoint_version() -> str:
 def with_metadata(state: Mapping[str, object], metadata: Mapping[str, object]) -> Mapping[str, Any]:
     """A ``state_dict`` whose modules have been of these versions."""
     whole: Any = OrderedDict(state)
-    whole._metadata = metadata
+    whole._metadata = metadata  # noqa: SLF001
     return whole  # type: ignore[no-any-return]
 
 

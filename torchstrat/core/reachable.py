@@ -504,7 +504,7 @@ def _copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     return tensor.__deepcopy__(memo)
 
 
-_copiers_by_class: dict[type, Callable[[Any, dict[int, Any]], Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+_copiers_by_class: dict[type, Callable[[Any, dict[int, Any]], Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 class _Wraps:

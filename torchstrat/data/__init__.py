@@ -6,6 +6,8 @@ tell), `streams` (rules applied to batches), `sources` and `loader` (what can be
 `v1_iterators` (the same for programs in the style of TensorFlow 1). Where a pass stands, and how to go on from there:
 `position` (what is saved), `order` (indices that are drawn again), `sequence` and `iterable_loader` (data that is read
 again).
+
+Imports from `core`.
 """
 
 from torchstrat.core.engine import InputLayout

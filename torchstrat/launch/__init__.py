@@ -11,6 +11,8 @@
     output.py         lines with the name of the task before them
     reaper.py         nothing stays behind, even after kill -9 of the launcher; by _reaper.py, a
                       small program of its own that never imports torchstrat: importing torch takes seconds
+
+Imports from `checkpoint`, `core`, `distributed`, `parameter_server`, `strategies` and `torchstrat`.
 """
 
 from torchstrat.launch.local_cluster import Cluster

@@ -17,4 +17,6 @@ From the wire upwards::
     job.py            the coordinator's hold on the servers; membership/ on the workers
     server_loss.py    what the coordinator does when a server was lost: raise, or restore the newest checkpoint
     coordinator.py    `ClusterCoordinator`
+
+Imports from `checkpoint`, `core`, `data` and `distributed`.
 """

@@ -545,7 +545,7 @@ class ClusterCoordinator:
 
 def take_in_losses(coordinator: ClusterCoordinator) -> None:
     """What it was told of tasks that are gone holds when this returns."""
-    coordinator._dispatcher.take_in()
+    coordinator._dispatcher.take_in()  # noqa: SLF001
 
 
 @cache

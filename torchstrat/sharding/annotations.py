@@ -187,7 +187,7 @@ class LogicalDeviceMethods:
 
 def annotator_of(strategy: object) -> Annotator | None:
     """What takes a strategy's annotations; None where its replicas have one logical device."""
-    return strategy._annotator if isinstance(strategy, LogicalDeviceMethods) else None
+    return strategy._annotator if isinstance(strategy, LogicalDeviceMethods) else None  # noqa: SLF001
 
 
 def _as_tensor(value: object) -> torch.Tensor:

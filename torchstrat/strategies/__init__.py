@@ -1,6 +1,6 @@
 """`Strategy`, one final class per file, the registry that names them, and TensorFlow's spellings (``tf_*``).
 
 `policy` is what a strategy of one's own is made of; `estimates` says what a program takes under each before it runs.
-Imports from every folder that trains; only `launch`, `server`, `app` and
-`testing` are to import from here: pyproject.toml lists who else does.
+
+Imports from `core`, `data`, `distributed`, `parameter_server`, `replicas` and `sharding`.
 """

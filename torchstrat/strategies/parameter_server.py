@@ -232,4 +232,4 @@ class ParameterServerStrategy(Strategy):
             yield "state", "closed"
 
 
-executor.make_strategy = lambda *given: object.__new__(ParameterServerStrategy)._become_worker(*given)
+executor.make_strategy = lambda *given: object.__new__(ParameterServerStrategy)._become_worker(*given)  # noqa: SLF001

@@ -138,7 +138,7 @@ def place_replicas(
         engine = _one_replica(strategy, policy, plan, found[0], op, timeout, collectives, through_host)
     kind = VariablePlacement.CENTRAL if isinstance(policy, PrimaryUpdate) else VariablePlacement.MIRRORED
     variables = VariableHome(kind, places)
-    strategy._set_up(engine, variables, found, resolver, annotator=annotator, num_logical_devices=num_logical_devices)
+    strategy._set_up(engine, variables, found, resolver, annotator=annotator, num_logical_devices=num_logical_devices)  # noqa: SLF001
 
 
 def _one_replica(

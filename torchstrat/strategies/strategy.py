@@ -57,11 +57,11 @@ class Scope:
         self._strategy = strategy
 
     def __enter__(self) -> Strategy:
-        self._strategy._enter_scope()
+        self._strategy._enter_scope()  # noqa: SLF001
         return self._strategy
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._strategy._leave_scope(failed=kind is not None)
+        self._strategy._leave_scope(failed=kind is not None)  # noqa: SLF001
         counts = engine_of(self._strategy).registry.counts
         logger.debug(
             "the scope of %r is left; it knows %d modules, %d bare tensors, %d optimizers.", self._strategy, *counts

@@ -12,6 +12,9 @@ processes on this machine, `torchstrat.testing.fake_cluster.FakeCluster` one of 
 For pytest, `torchstrat.testing.pytest_plugin` has the fixtures ``cluster``, ``torchrun`` and ``fault_plan``.
 
 For programs that annotate tensors for a TPU: `fake_tpu_strategy` needs neither a TPU nor torch_xla.
+
+Imports from `core`, `data`, `distributed`, `launch`, `parameter_server`, `replicas`, `sharding`, `strategies` and
+`torchstrat`.
 """
 
 from torchstrat.launch import Cluster, LocalCluster

@@ -247,7 +247,7 @@ def behind_the_hooks(child: Callable[[], nn.Module]) -> Training:
 
     def before(step_index: int) -> None:
         if step_index == 2:
-            model._modules["more"] = added = child()
+            model._modules["more"] = added = child()  # noqa: SLF001
             optimizer.param_groups[0]["params"].extend(added.parameters())
 
     return Training(step, {"model": model}, before=before)

@@ -17,12 +17,12 @@ from torchstrat.core.errors import UnsupportedError
 
 def open_tensor(value: object) -> Any:
     """The tensor that ``value`` stands for; anything else as it is."""
-    return value._lend() if isinstance(value, TensorOperators) else value
+    return value._lend() if isinstance(value, TensorOperators) else value  # noqa: SLF001
 
 
 def components_here(value: object) -> tuple[object, ...] | None:
     """Of what stands for a tensor, in this process: several where each replica has its own. None for all else."""
-    return value._local_components() if isinstance(value, TensorLike) else None
+    return value._local_components() if isinstance(value, TensorLike) else None  # noqa: SLF001
 
 
 def _binary(name: str) -> Callable[[TensorOperators, object], torch.Tensor]:

@@ -18,4 +18,7 @@ after all, or the other process has ended: one that was only stopped goes on whe
 **What is trusted.** Both ends of a connection have proved that they know the cluster's secret, and the kernel says that
 they belong to one user. Nobody can put anything into a unix socket from outside, so what comes after the greeting is
 not sealed again.
+
+Imports from `core`, `distributed`, `parameter_server`, `parameter_server/membership` and
+`parameter_server/transport`.
 """

@@ -1,1 +1,7 @@
-"""How functions travel, and the captured objects that they reach: by value, by reference, or not at all."""
+"""How functions travel, and the captured objects that they reach: by value, by reference, or not at all.
+
+`functions` packs and unpacks, by `pickler`; `captured_objects` is the coordinator's list of what workers know by a
+token, `object_table` a worker's. What cannot travel is named by the path on which it was reached (`path_errors`).
+
+Imports from `core`, `parameter_server` and `sharding`.
+"""

@@ -117,7 +117,7 @@ class ClassesHere(pickle.Unpickler):
 
     def _make_class(self, make: Callable[..., type], *args: object) -> type:
         *_, tracker_id, _ = args
-        own: type | None = sys.modules["cloudpickle.cloudpickle"]._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+        own: type | None = sys.modules["cloudpickle.cloudpickle"]._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)  # noqa: SLF001
         if own is None:
             return make(*args)
         self._at_home.add(own)

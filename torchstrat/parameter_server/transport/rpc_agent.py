@@ -44,8 +44,8 @@ try:
     from torch.distributed import HashStore
     from torch.distributed.rpc import TensorPipeRpcBackendOptions, internal
 
-    _init_autograd = dist_autograd._init
-    _update_group_membership = TensorPipeAgent._update_group_membership
+    _init_autograd = dist_autograd._init  # noqa: SLF001
+    _update_group_membership = TensorPipeAgent._update_group_membership  # noqa: SLF001
     # The functions that the C++ side of RPC looks up, once, to turn what arrives into Python objects and back.
     _HOOKS = {
         name: getattr(internal, name) for name in ("serialize", "deserialize", "_run_function", "_handle_exception")

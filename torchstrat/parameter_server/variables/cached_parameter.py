@@ -409,7 +409,7 @@ def let_alone(tensor: torch.Tensor) -> None:
 def bring_alone(tensor: object) -> None:
     """Make what ``tensor`` shows current, before code that does not ask reads it. Nothing for other tensors."""
     if isinstance(tensor, CachedTensor):
-        tensor._read()
+        tensor._read()  # noqa: SLF001
 
 
 def ask_before_others_take() -> Callable[[], None]:

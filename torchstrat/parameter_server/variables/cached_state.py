@@ -102,9 +102,9 @@ class CachedState:
     def _warn_of_other(self, tensor: torch.Tensor) -> None:
         alias = alias_of(tensor)
         other = alias.holder if alias is not None else None
-        if self._has_warned or not isinstance(other, CachedState) or other._state() is None:
+        if self._has_warned or not isinstance(other, CachedState) or other._state() is None:  # noqa: SLF001
             return
-        both = self._optimizer(), other._optimizer()
+        both = self._optimizer(), other._optimizer()  # noqa: SLF001
         if any(one is not None and wrapped_among([one]) & {id(two)} for one, two in (both, both[::-1])):
             return  # a wrapper that shows what it wraps has
         self._has_warned = True

@@ -472,7 +472,7 @@ class LeftGradient(torch.Tensor):
             if func not in _SETS_TO_ZERO and not (func is torch.Tensor.fill_ and args[1] == 0):
                 raise UnsupportedError(_refusal(getattr(func, "__name__", str(func)), "a parameter"))
             for tensor in left:
-                parameter = tensor._parameter()
+                parameter = tensor._parameter()  # noqa: SLF001
                 if parameter is not None:
                     parameter.has_left_gradient = False
                 tensor.__class__ = torch.Tensor
@@ -490,7 +490,7 @@ def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
     if type(gradient) in (torch.Tensor, RowGradient):
         marked: Any = gradient
         marked.__class__ = LeftGradient
-        marked._parameter = weakref.ref(parameter)
+        marked._parameter = weakref.ref(parameter)  # noqa: SLF001
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:

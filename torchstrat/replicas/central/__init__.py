@@ -10,4 +10,6 @@ Which optimizers may step parts of parameters, whole ones, or have to step all a
 
 Every rank reads all parameters and all state. Only in a step does anyone write to them, and each element one rank:
 between two meetings that no rank passes while another one still reads or writes.
+
+Imports from `core`, `distributed` and `replicas`.
 """

@@ -2,4 +2,6 @@
 
 `engine` is the `ReplicaEngine`. Beside it, the TPU's engine uses `baton` and `component_attributes` from
 here.
+
+Imports from `core`, `distributed` and `replicas`.
 """

@@ -1,6 +1,8 @@
 """TPUs: their topology, which cores make a replica, and how the system starts. `torchstrat.TPUStrategy` trains on them.
 
 Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor torch_xla.
+
+Imports from `core`, `data`, `distributed`, `replicas` and `sharding`.
 """
 
 import sys

@@ -10,4 +10,6 @@ From the inside out::
     device_copies.py  to a device and back, for ranks that compute there
 
 `torchstrat.distributed.collectives.shm` makes a `Communicator` of them.
+
+Imports from `core`.
 """

@@ -1,4 +1,10 @@
-"""The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written."""
+"""The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written.
+
+Each file has the operators of one kind; one that is not here is refused by name. What is proven of each stands in
+`tests/dtensor`.
+
+Imports from `core` and `sharding/dtensor`.
+"""
 
 from torchstrat.sharding.dtensor.operators import (
     contraction,

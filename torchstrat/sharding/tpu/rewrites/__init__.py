@@ -4,6 +4,8 @@ Three reasons: the compiler does not cut an operation over logical devices (norm
 (running statistics, gradients of ELU, of convolutions in groups), or ``vmap`` has no rule for it and runs the replicas
 one by one (losses over classes, ``embedding_bag``). Every replacement takes what the original takes and gives its
 values and gradients; `elementwise` says of losses what they cannot refuse. Whole recurrent layers are an error.
+
+Imports from `core` and `sharding/tpu`.
 """
 
 from __future__ import annotations
