@@ -2,6 +2,7 @@
 
 What one replica does is written once, on a communicator (`torchstrat.distributed.collectives`); the engines are
 `in_process` (several replicas, threads that take turns), `per_process` (one in each process of a job) and `central`
-(variables in memory that processes share). Strategies, sharding and parameter servers import from here; this folder
-imports from `core`, `distributed` and `data`.
+(variables in memory that processes share).
+
+Imports from `core` and `distributed`.
 """
