@@ -10,7 +10,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.mistakes.table import Area, raises, right, warns
-from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -51,6 +51,15 @@ class Checkpoints(Area):
     @raises(InvalidArgumentError, "PerReplica", "state_dict", "a tensor or a ts.Variable")
     def results_in_a_checkpoint(self) -> None:
         ts.Checkpoint(loss=self.mirrored().run(lambda: torch.rand(1))).save(self.folder / "a")
+
+    @raises(UnsupportedError, "optimizer, a Several", "state_dict", "each by its name")
+    def an_optimizer_with_a_list_for_a_state_dict(self) -> None:
+        class Several(torch.optim.SGD):
+            def state_dict(self) -> Any:
+                return [super().state_dict()]
+
+        model = nn.Linear(1, 1)
+        ts.Checkpoint(model=model, optimizer=Several(model.parameters(), 0.1)).save(self.folder / "a")
 
     @raises(InvalidArgumentError, r"\(1, 2\)", r"\(1, 3\)", "nothing was changed(.|\n)*Give")
     def another_shape(self) -> None:

@@ -19,7 +19,7 @@ from torchstrat.checkpoint.items import Item, Reads, StatefulItem, TensorsItem, 
 from torchstrat.checkpoint.pieces import KeyPath, Piece, goes_by_rows, is_block, key_of
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, Servers
 from torchstrat.core import _torch_private
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import hyperparameters, is_listed, kind_of
 from torchstrat.core.variable.variable import Variable
 
@@ -64,12 +64,12 @@ class OptimizerItem:
         writes = Writes()
         packed: dict[str, Any] = {}
         if self._number is None:
-            packed = self._optimizer.state_dict()
+            packed = self._packed()
             whole: set[KeyPath] = set()
             for number, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
                 self._write_state(packed["state"].get(number), parameter, piece, writes, whole)
         elif _torch_private.saves_more(self._optimizer):  # else nothing of it has to come from the servers
-            packed = self._optimizer.state_dict()
+            packed = self._packed()
         known = ("state", "param_groups")
         writes.values += [((self.name, key), value) for key, value in packed.items() if key not in known]
         held = dict.items(self._optimizer.state)  # here: that of parameter servers would ask them for the rest
@@ -81,6 +81,16 @@ class OptimizerItem:
             writes.values += [((self.name, "param_groups", number, key), value) for key, value in options.items()]
         writes.replicated = frozenset(piece.path for piece, _ in writes.tensors)
         return writes
+
+    def _packed(self) -> dict[str, Any]:
+        packed = self._optimizer.state_dict()
+        if isinstance(packed, dict) and isinstance(packed.get("state"), Mapping):
+            return packed
+        raise UnsupportedError(
+            f"the state_dict() of {self.name}, a {type(self._optimizer).__name__}, is of another form than that of "
+            "torch.optim.Optimizer, so its state has no parameters' names. Give Checkpoint the optimizers that it is "
+            "made of, each by its name; or an object of your own with state_dict() and load_state_dict()."
+        )
 
     def _write_state(
         self, state: Any, parameter: torch.Tensor, piece: Piece, writes: Writes, whole: set[KeyPath]
