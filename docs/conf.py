@@ -13,6 +13,7 @@ from docutils import nodes
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+from rooms import rooms  # noqa: E402
 from state import state_table  # noqa: E402
 from tables import summary  # noqa: E402
 
@@ -26,7 +27,7 @@ version = release = ts.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
 myst_heading_anchors = 4
-myst_substitutions = {"tables": summary(), "state_kinds": state_table()}
+myst_substitutions = {"tables": summary(), "state_kinds": state_table(), "rooms": rooms()}
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
