@@ -110,6 +110,21 @@ class _TrainsInForward(nn.Module):
         return y
 
 
+class _NormalizesByHand(nn.Module):
+    """Running statistics in evaluation mode that count no batches, and that nothing but a function writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _batch_norm()
+        self.seen = nn.BatchNorm2d(2, affine=False)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        F.batch_norm(x, self.seen.running_mean, self.seen.running_var, training=True)
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
 class _ActivatedBatchNorm(nn.BatchNorm2d):
     """A subclass whose forward calls the function, as layers with an activation of their own do."""
 
@@ -384,6 +399,7 @@ CASES = (
     Case(
         "instance_norm_trains_in_forward", partial(trained, partial(_TrainsInForward, _instance_norm)), _uneven_images
     ),
+    Case("batch_norm_by_hand", partial(trained, _NormalizesByHand), _uneven_images, expected=replicas_by_hand),
     Case("batch_norm_uneven", partial(trained, _batch_norm), _uneven_images, expected=replicas_by_hand),
     Case(
         "batch_norm_cumulative_uneven",

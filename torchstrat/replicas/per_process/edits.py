@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import own_buffers, version_of
-from torchstrat.core.buffer_rules import batches_counted, counts_rows
+from torchstrat.core.buffer_rules import batches_counted, counts_rows, is_statistic
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.gradients import shares
 from torchstrat.core.optimizers import stepped_by, wrapped_by
@@ -333,7 +333,7 @@ class ProcessBuffers:
         self._rules = registry.buffer_rules
         self._weights = weights
         self._training_before = {id(module) for module in members.modules if module.training}
-        self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
+        self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, tuple[int, bytes]]] = {}
         self._counts: dict[tuple[int, str], float] = {}
         self._before: dict[tuple[int, str], torch.Tensor] = {}
         self._kept: list[tuple[BufferSlot, torch.Tensor, torch.Tensor]] = []
@@ -366,7 +366,7 @@ class ProcessBuffers:
         tensor = slot.tensor
         if self._is_training(slot):
             return tensor is not None
-        noted, changes = self._noted.get((id(slot.module), slot.name), (None, 0))
+        noted, changes = self._noted.get((id(slot.module), slot.name), (None, (0, b"")))
         return tensor is not noted or _changes_of(slot) != changes
 
     def _is_compared(self, slot: BufferSlot) -> bool:
@@ -450,9 +450,14 @@ class ProcessBuffers:
         tensor.copy_(total if before is None else before + total)
 
 
-def _changes_of(slot: BufferSlot) -> int:
-    """Another number where a buffer has been changed in place."""
-    return 0 if slot.tensor is None else version_of(slot.tensor) + batches_counted(slot.module, slot.name)
+def _changes_of(slot: BufferSlot) -> tuple[int, bytes]:
+    """Something else where a buffer has been changed in place. Normalizing leaves no trace in versions, and where the
+    function that writes running statistics is called by hand, no count of batches tells either."""
+    module, name, tensor = slot.module, slot.name, slot.tensor
+    if tensor is None or _is_nothing(tensor):
+        return 0, b""
+    seen = sample(tensor) if is_statistic(module, name) else b""
+    return version_of(tensor) + batches_counted(module, name), seen
 
 
 def _is_nothing(tensor: torch.Tensor | None) -> bool:
