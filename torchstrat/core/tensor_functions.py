@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+
+_asking: dict[tuple[type, type], Any] = {}
+
+
+def asking_class(mixin: type, kind: type) -> Any:
+    """A class like ``kind`` whose objects ask ``mixin``."""
+    if (mixin, kind) not in _asking:
+        _asking[mixin, kind] = type(kind)(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    return _asking[mixin, kind]
+
+
+def class_behind(asking: type) -> Any:
+    """Of what `asking_class` has made, the ``kind``."""
+    return asking.__mro__[2]
 
 
 def methods(*names: str) -> set[object]:

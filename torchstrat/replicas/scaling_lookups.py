@@ -51,7 +51,7 @@ from torchstrat.core._torch_private import (
 from torchstrat.core.context import get_replica_context
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, methods, tensors_in
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, asking_class, methods, tensors_in
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
 from torchstrat.replicas.renormed_rows import LOOKED_UP, may_be_table, scaling_tables
 
@@ -118,7 +118,7 @@ class _Group:
             tensor = reference()
             if tensor is not None:
                 _asking[id(tensor)] = self
-                tensor.__class__ = _asked(kind)
+                tensor.__class__ = asking_class(_Asks, kind)
 
     def lift(self) -> None:
         for reference, kind in self._members:
@@ -271,17 +271,6 @@ def _may_scale(code: CodeType) -> bool:
     for one in code.co_consts:
         words += one if isinstance(one, tuple) else (one,)
     return "max_norm" in words and not _OF_LOOKUPS.isdisjoint(words)
-
-
-_classes: dict[type, type] = {}
-
-
-def _asked(kind: type) -> type:
-    """A class like ``kind`` of which tensors ask."""
-    found = _classes.get(kind)
-    if found is None:
-        found = _classes[kind] = type(kind.__name__, (_Asks, kind), {"__module__": kind.__module__})
-    return found
 
 
 class ScalingLookups:

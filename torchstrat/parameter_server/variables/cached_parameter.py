@@ -30,7 +30,7 @@ from torchstrat.core._readers_private import have_readers_ask
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, sparse_indices, sparse_values
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, tensors_in
+from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, asking_class, class_behind, tensors_in
 from torchstrat.parameter_server.messages import InitialOp, VariableSpec
 
 Moment = tuple[int, int]
@@ -359,23 +359,20 @@ class CachedTensor:
         if alias is not None and alias.holder.shown:
             return alias.holder.shown
         with DisableTorchFunctionSubclass():
-            return repr(_torch_private.alias_of(_of(self), _own_class(self), _of(self).requires_grad))
+            return repr(_torch_private.alias_of(_of(self), class_behind(type(self)), _of(self).requires_grad))
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         """A copy is an ordinary tensor of the program's own."""
         if id(self) not in memo:
             value = self._read().clone()
-            memo[id(self)] = _torch_private.alias_of(value, _own_class(self), _of(self).requires_grad)
+            memo[id(self)] = _torch_private.alias_of(value, class_behind(type(self)), _of(self).requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Files and other processes have the values, in an ordinary tensor."""
-        plain = _torch_private.alias_of(self._read(), _own_class(self), _of(self).requires_grad)
+        plain = _torch_private.alias_of(self._read(), class_behind(type(self)), _of(self).requires_grad)
         vars(plain).update(vars(self))
         return plain.__reduce_ex__(protocol)
-
-
-_classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
 
 
 def can_ask(tensor: torch.Tensor) -> bool:
@@ -391,18 +388,15 @@ _ORDINARY = frozenset(
 
 def let_ask(tensor: torch.Tensor, holder: Holder, unread: int | None = None) -> None:
     """From now on ``tensor`` asks ``holder``."""
-    kind = type(tensor)
-    if kind not in _classes:
-        made: Callable[..., type[torch.Tensor]] = type(kind)
-        _classes[kind] = made(kind.__name__, (CachedTensor, kind), {"__module__": kind.__module__})
+    kind = asking_class(CachedTensor, type(tensor))
     _aliases[id(tensor)] = Alias(tensor, holder, unread)
-    tensor.__class__ = _classes[kind]
+    tensor.__class__ = kind
 
 
 def let_alone(tensor: torch.Tensor) -> None:
     """It is an ordinary tensor again, with the values that it has."""
     if isinstance(tensor, CachedTensor):
-        tensor.__class__ = _own_class(tensor)
+        tensor.__class__ = class_behind(type(tensor))
         _aliases.pop(id(tensor), None)
 
 
@@ -437,11 +431,6 @@ def alias_of(tensor: torch.Tensor) -> Alias | None:
 
 def _of(tensor: CachedTensor) -> torch.Tensor:
     return cast(torch.Tensor, tensor)
-
-
-def _own_class(tensor: object) -> type[torch.Tensor]:
-    kind: type[torch.Tensor] = type(tensor).__mro__[2]
-    return kind
 
 
 def aliases_in(result: object, memory: torch.Tensor) -> Iterator[torch.Tensor]:

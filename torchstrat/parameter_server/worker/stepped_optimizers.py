@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import groups_with_wrapped, is_listed, wrapped_among, wrapped_by
+from torchstrat.core.tensor_functions import asking_class, class_behind
 from torchstrat.parameter_server.messages import Gone, Reader, VariableSpec
 from torchstrat.parameter_server.serialization.plain import are_equal
 from torchstrat.parameter_server.variables.module_structure import mark_of, of_every_optimizer
@@ -89,17 +90,8 @@ def _asked(optimizer: object, name: str) -> Any:
     if asks := _asks.get(id(optimizer)):
         asks.reads(name)
         return asks.kind
-    return next(kind for kind in type(optimizer).__mro__ if kind not in (_AskingOptimizer, *_classes.values()))
-
-
-_classes: dict[type[Optimizer], type[Optimizer]] = {}
-
-
-def _asking(kind: type[Optimizer]) -> type[Optimizer]:
-    if kind not in _classes:
-        made: Callable[..., type[Optimizer]] = type(kind)
-        _classes[kind] = made(kind.__name__, (_AskingOptimizer, kind), {"__module__": kind.__module__})
-    return _classes[kind]
+    kind = type(optimizer)
+    return class_behind(kind) if issubclass(kind, _AskingOptimizer) else kind
 
 
 class _Asks:
@@ -113,7 +105,7 @@ class _Asks:
         if not all(isinstance(group, StepGroup) for group in groups):  # the function has made others
             self._leaves -= {"param_groups"}
         _asks[id(optimizer)] = self
-        optimizer.__class__ = _asking(self.kind)
+        optimizer.__class__ = asking_class(_AskingOptimizer, self.kind)
 
     def reads(self, name: str) -> None:
         if name != "__dict__" and (name in self._leaves or name.startswith("__") or _is_code(self.kind, name)):
