@@ -124,10 +124,10 @@ def is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, _NormBase) and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
-def batches_counted(module: nn.Module, name: str) -> int:
-    """Grows where one of torch's own running statistics may have been written: normalizing leaves no trace in the
+def batches_counted(module: nn.Module) -> int:
+    """Grows where torch's own running statistics of a module may have been written: normalizing leaves no trace in the
     version of any but the count of batches."""
-    count = own_buffers(module).get("num_batches_tracked") if is_statistic(module, name) else None
+    count = own_buffers(module).get("num_batches_tracked")
     return 0 if count is None or count.is_inference() else version_of(count)
 
 

@@ -453,11 +453,12 @@ class ProcessBuffers:
 def _changes_of(slot: BufferSlot) -> tuple[int, bytes]:
     """Something else where a buffer has been changed in place. Normalizing leaves no trace in versions, and where the
     function that writes running statistics is called by hand, no count of batches tells either."""
-    module, name, tensor = slot.module, slot.name, slot.tensor
-    if tensor is None or _is_nothing(tensor):
+    tensor = slot.tensor
+    if tensor is None:
         return 0, b""
-    seen = sample(tensor) if is_statistic(module, name) else b""
-    return version_of(tensor) + batches_counted(module, name), seen
+    if not is_statistic(slot.module, slot.name):
+        return version_of(tensor), b""
+    return version_of(tensor) + batches_counted(slot.module), sample(tensor)
 
 
 def _is_nothing(tensor: torch.Tensor | None) -> bool:
