@@ -75,13 +75,13 @@ class LocalRounds:
     def end(self, communicator: Communicator, roster: Roster) -> None:
         """End the round now. All replicas call it."""
         frozen = [place for place, one in enumerate(roster.tensors) if not one.requires_grad]
-        touched = len(self._touched(roster))
-        rows = agree(communicator, END_OF_ROUND, (roster.digest, code(str(frozen)), float(touched)))
+        touched = self._touched(roster)
+        rows = agree(communicator, END_OF_ROUND, (roster.digest, code(str(frozen)), float(len(touched))))
         if any(row[0] != rows[0][0] for row in rows):
             roster = roster.in_common(communicator, END_OF_ROUND)
         trained, others = [one for one in roster.tensors if one.requires_grad], list[torch.Tensor]()
         if touched or not all_equal(rows):
-            trained, others = self._apart(communicator, roster)
+            trained, others = self._apart(communicator, roster, touched)
         replica = Replica(self._replica, communicator, trained, self.state)
         self._policy.end_round(replica)
         numbers = [one for one in others if one.is_floating_point() or one.is_complex()]
@@ -89,20 +89,22 @@ class LocalRounds:
         replica.broadcast([one for one in others if not (one.is_floating_point() or one.is_complex())])
         self.steps, self._frozen = 0, None
 
-    def _touched(self, roster: Roster) -> dict[int, torch.Tensor]:
-        """By their places: those that are frozen now, and have changed since the round began."""
+    def _touched(self, roster: Roster) -> set[int]:
+        """The ``id`` of those that are frozen now, and have changed since the round began."""
         known = self._frozen or {}
-        frozen = ((place, one) for place, one in enumerate(roster.tensors) if not one.requires_grad)
-        return {place: one for place, one in frozen if known.get(id(one)) != trace_of(one)}
+        return {id(one) for one in roster.tensors if not one.requires_grad and known.get(id(one)) != trace_of(one)}
 
-    def _apart(self, communicator: Communicator, roster: Roster) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _apart(
+        self, communicator: Communicator, roster: Roster, touched: set[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is trained, and other variables that replicas have come to differ in, such as averages of weights. What
         is frozen only at the moment, as a GAN's other network, is trained."""
         optimizers = [one for one in self._helpers() if isinstance(one, Optimizer)]
         stepped = {id(key) for one in optimizers for key in getattr(one, "state", ())}
         own: dict[int, tuple[bool, object]] = {
             place: (id(one) in stepped or one.grad is not None, fingerprint([one]))
-            for place, one in self._touched(roster).items()
+            for place, one in enumerate(roster.tensors)
+            if id(one) in touched
         }
         own.update((place, (True, None)) for place, one in enumerate(roster.tensors) if one.requires_grad)
         everyone = communicator.all_gather_object(own, END_OF_ROUND)
