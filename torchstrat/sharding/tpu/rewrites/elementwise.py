@@ -102,9 +102,7 @@ def logit(input: Tensor, eps: float | None = None) -> Tensor:
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.relu`. The compiler refuses the original's gradient of several losses at once, which
     `torch.autograd.grad` of each replica's own is."""
-    if inplace:
-        return input.copy_(relu(input.clone()))
-    return input.masked_fill(input <= 0, 0)  # what is no number stays so, and passes gradients on
+    return _store(input, inplace, lambda x: x.masked_fill(x <= 0, 0))  # NaN stays, and passes gradients on
 
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
