@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from ps_contenders import resident_bytes
+from ps_contenders import peak_bytes, resident_bytes
 from torch import nn
 from train_step import FEWEST_ROUNDS, LARGEST_SPREAD, print_header
 
@@ -94,7 +94,7 @@ class Training:
         for pid in self.servers:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the mark is what is resident now
         yield
-        into.append(1 + (sum(map(high_water_mark, self.servers)) - before) / self.state_bytes)
+        into.append(1 + (sum(map(peak_bytes, self.servers)) - before) / self.state_bytes)
 
 
 def main() -> int:
@@ -198,11 +198,6 @@ def cache_note() -> str:
 def file_system_of(folder: str) -> str:
     found = subprocess.run(["df", "--output=fstype,source", folder], check=True, capture_output=True, text=True)
     return " ".join(found.stdout.splitlines()[1].split())
-
-
-def high_water_mark(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def report(results: dict[str, list[float]], state_bytes: int) -> bool:
