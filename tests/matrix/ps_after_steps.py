@@ -102,14 +102,23 @@ def _of_wrapped(optimizer: Any) -> list[float]:
     return [optimizer.turns, optimizer.base.count, *optimizer.base.norms]
 
 
-def after_steps(way: Any, *, look: Look, wraps: bool = False, holds: bool = False) -> Numbers:
-    """The function looks before and after its steps; or after them, at a group that it ``holds`` since then."""
+def _made(way: Any, *, wraps: bool) -> tuple[nn.Module, Any, Any]:
+    """A model, the optimizer that steps it, and the one that wraps that or is the same."""
     with way.scope():
         torch.manual_seed(0)
         model = nn.Linear(4, 3).double()
-        optimizer: Any = Setting(model.parameters(), lr=0.1)
-        if wraps:
-            optimizer = Around(optimizer)
+        inner: Any = Setting(model.parameters(), lr=0.1)
+        return model, inner, Around(inner) if wraps else inner
+
+
+def _batches() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(3)]
+
+
+def after_steps(way: Any, *, look: Look, wraps: bool = False, holds: bool = False) -> Numbers:
+    """The function looks before and after its steps; or after them, at a group that it ``holds`` since then."""
+    model, _, optimizer = _made(way, wraps=wraps)
 
     def step(batch: torch.Tensor) -> tuple[list[float], Any]:
         found: list[float] = []
@@ -124,22 +133,16 @@ def after_steps(way: Any, *, look: Look, wraps: bool = False, holds: bool = Fals
                 found += look(held if holds else optimizer)
         return found, [p.detach().clone() for p in model.parameters()]
 
-    draw = torch.Generator().manual_seed(1)
     seen = {}
-    for index in range(3):
-        found, parameters = way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
+    for index, batch in enumerate(_batches()):
+        found, parameters = way.call(step, batch)
         seen |= {f"seen {index}": torch.tensor(found, dtype=torch.float64)}
         seen |= {f"parameter {index}.{place}": p for place, p in enumerate(parameters)}
     return seen
 
 
 def result(way: Any, *, wraps: bool = False) -> Numbers:
-    with way.scope():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3).double()
-        optimizer: Any = Setting(model.parameters(), lr=0.1)
-        if wraps:
-            optimizer = Around(optimizer)
+    model, _, optimizer = _made(way, wraps=wraps)
 
     def step(batch: torch.Tensor) -> list[float]:
         optimizer.zero_grad()
@@ -148,18 +151,12 @@ def result(way: Any, *, wraps: bool = False) -> Numbers:
         optimizer.step()
         return [first, optimizer.step(), float(optimizer.step())]
 
-    draw = torch.Generator().manual_seed(1)
-    batches = [torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(3)]
-    return {f"{n}": torch.tensor(way.call(step, one), dtype=torch.float64) for n, one in enumerate(batches)}
+    return {f"{n}": torch.tensor(way.call(step, one), dtype=torch.float64) for n, one in enumerate(_batches())}
 
 
 def on_coordinator(way: Any, *, look: Look, wraps: bool = False) -> Numbers:
     """The program has the lists and dictionaries before functions change them."""
-    with way.scope():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3).double()
-        inner = Setting(model.parameters(), lr=0.1)
-        optimizer = Around(inner) if wraps else inner
+    model, inner, optimizer = _made(way, wraps=wraps)
     norms, rates = inner.norms, inner.seen
 
     def step(batch: torch.Tensor) -> None:
@@ -168,9 +165,8 @@ def on_coordinator(way: Any, *, look: Look, wraps: bool = False) -> Numbers:
         optimizer.step()
 
     seen = {}
-    draw = torch.Generator().manual_seed(1)
-    for index in range(3):
-        way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
+    for index, batch in enumerate(_batches()):
+        way.call(step, batch)
         way.join()
         seen[f"{index}"] = torch.tensor(look(optimizer), dtype=torch.float64)
         seen[f"held {index}"] = torch.tensor(norms + rates["rates"], dtype=torch.float64)
