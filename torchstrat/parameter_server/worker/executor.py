@@ -24,11 +24,10 @@ from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.server.deduplication import EarlierRuns
 from torchstrat.parameter_server.transport.requests import pack
 from torchstrat.parameter_server.variables.remote_access import ServerGroup
-from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
-from torchstrat.parameter_server.worker.made_members import MadeMembers
-from torchstrat.parameter_server.worker.push import RemoteSteps
+from torchstrat.parameter_server.worker.push import RemoteSteps, compiler
+from torchstrat.parameter_server.worker.session import MadeMembers
 
 _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""
@@ -259,7 +258,7 @@ class Executor:
         reads them first. The random state is the function's own, so that it draws the same wherever it runs, and when
         it runs again.
         """
-        warm_up.wait()  # before the seeding: that import draws random numbers
+        compiler.wait()  # before the seeding: that import draws random numbers
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False

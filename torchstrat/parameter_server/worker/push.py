@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchstrat.core._importing import without_collection
 from torchstrat.core._torch_private import (
     DisableTorchFunction,
     before_step,
@@ -51,13 +52,42 @@ from torchstrat.parameter_server.variables.module_structure import marks_of_tens
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import VariableAccess, edits_by_server
-from torchstrat.parameter_server.worker import warm_up
 from torchstrat.parameter_server.worker.gradients import LeftGradient, LeftGradients, rows_of
 from torchstrat.parameter_server.worker.local_variables import Copies
-from torchstrat.parameter_server.worker.made_members import notice_members
+from torchstrat.parameter_server.worker.session import notice_members
 from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, be_told, be_told_no_more
 from torchstrat.parameter_server.worker.stepped_optimizers import SteppedOptimizers, reads_result
 from torchstrat.replicas.optimizer_step import LastHooks, closure_of
+
+
+class _Compiler:
+    """What PyTorch imports at an optimizer's first step (its compiler, about a second), imported ahead of it in a
+    thread, while a process that has just started waits for its coordinator."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_there = False
+
+    def begin(self) -> None:
+        """Start importing, once per process."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._import, name="torchstrat-warm-up", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is done; it is not waited for where `begin` was not called."""
+        if self._thread is not None and not self._is_there:
+            self._thread.join()
+
+    def _import(self) -> None:
+        with without_collection():
+            torch.compiler.disable(self._import)
+        self._is_there = True  # every function asks
+
+
+compiler = _Compiler()
 
 
 class _Here(threading.local):
@@ -81,7 +111,7 @@ class StepHook:
         with cls._lock:
             cls._workers += 1
             if cls._workers == 1:
-                warm_up.begin()
+                compiler.begin()
                 number_hooks_apart()
                 be_told(LeftGradient)
                 cls._handles = (register_optimizer_step_pre_hook(_before_step), *notice_members())
@@ -98,7 +128,7 @@ class StepHook:
                 for owner, told in _TELL.items():
                     setattr(owner, told.__name__, told.__wrapped__)
                 be_told_no_more()
-                warm_up.wait()
+                compiler.wait()
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> Any:
@@ -189,7 +219,9 @@ class RemoteSteps:
 
     def __enter__(self) -> RemoteSteps:
         if self._uncompiled is None:
-            self._uncompiled = warm_up.uncompiled(self.before)
+            compiler.wait()
+            # Called in the middle of a compiled training step, and not to be compiled itself.
+            self._uncompiled = torch.compiler.disable(self.before)
         self.stepped, self.refused = False, None
         _here.before, _here.left = self._uncompiled, self._left
         if self._own:

@@ -450,7 +450,7 @@ def _watch_what_passes_by() -> None:
 
 
 def hears_of_compilations() -> bool:
-    """Not before the compiler is imported, which workers do when they start (see `warm_up`)."""
+    """Not before the compiler is imported, which workers do when they start."""
     global _is_hearing
     if not _is_hearing and "torch._dynamo" in sys.modules:
         with _watching:
