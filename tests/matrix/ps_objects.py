@@ -25,10 +25,9 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Outgoing
 from torchstrat.parameter_server.server import live_optimizer
 from torchstrat.parameter_server.variables import (
+    attributes,
     cached_parameter,
     cached_state,
-    class_attributes,
-    module_structure,
     optimizer_state,
 )
 from torchstrat.parameter_server.worker import push, stepped_optimizers
@@ -471,17 +470,17 @@ FAULTS = [
     ),
     PlantedFault(
         _CLASSES_STAY,
-        lambda: on_servers.marked(_CLASSES_STAY, switched_off(class_attributes, "set_on", lambda owner: {})),
+        lambda: on_servers.marked(_CLASSES_STAY, switched_off(attributes, "set_on_classes", lambda owner: {})),
         _at(CLASSES, *ROWS[CLASSES], place=on_servers.PROCESSES),
     ),
     PlantedFault(
         "what hooks derive is like any tensor",
-        switched_off(module_structure, "_watch_derived", lambda module, name: None),
+        switched_off(attributes, "_watch_derived", lambda module, name: None),
         _at(DERIVED, *OLD),
     ),
     PlantedFault(
         "what hooks derive is never current",
-        switched_off(module_structure, "is_same", lambda one, other: False),
+        switched_off(attributes, "is_same", lambda one, other: False),
         _at(DERIVED, "a pruned weight that nobody trains"),
     ),
     PlantedFault(
@@ -531,7 +530,7 @@ FAULTS = [
     ),
     PlantedFault(
         "lists that steps write to are others on the coordinator",
-        switched_off(module_structure, "_put", dict.__setitem__),
+        switched_off(attributes, "_put", dict.__setitem__),
         _at(ps_after_steps.ON_COORDINATOR, "a list", "a dictionary"),
     ),
     PlantedFault(

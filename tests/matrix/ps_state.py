@@ -30,8 +30,8 @@ from torchstrat.parameter_server.serialization.pickler import StepsOnCoordinator
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.server.shards import apply_edit
 from torchstrat.parameter_server.variables import optimizer_state
+from torchstrat.parameter_server.variables.attributes import PlainAttributes
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.module_structure import PlainAttributes
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
 from torchstrat.parameter_server.variables.remote_access import VariableEdit
 from torchstrat.parameter_server.worker import local_variables

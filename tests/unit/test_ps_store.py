@@ -67,7 +67,7 @@ from torchstrat.parameter_server.server.deduplication import AppliedRecords, Ear
 from torchstrat.parameter_server.server.optimizer_step import fast_step_of
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.variables.class_attributes import put
+from torchstrat.parameter_server.variables.attributes import put
 from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers, recipe_of, replay
 from torchstrat.testing.fake_cluster import FakeCluster
 

@@ -44,10 +44,11 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, token_of_spec
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.variables.attributes import PlainAttributes
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CacheServers, CoordinatorState, CoordinatorSteps
 from torchstrat.parameter_server.variables.deferred_init import recipe_of
-from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
+from torchstrat.parameter_server.variables.module_structure import ModuleStructure, StepHooks
 from torchstrat.parameter_server.variables.optimizer_state import (
     Kinds,
     has_begun,
@@ -66,7 +67,6 @@ from torchstrat.parameter_server.variables.placement import (
 )
 from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, all_options, options_of
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
-from torchstrat.parameter_server.variables.step_hooks import StepHooks
 
 _MOST_UNSEEN_FUNCTIONS = 2**20
 """How far the number of a function that a coordinator has dispatched may be above those that the servers have heard of:

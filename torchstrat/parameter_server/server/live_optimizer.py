@@ -27,13 +27,13 @@ from torchstrat.parameter_server.messages import Gone, OptimizerStep, Reader, Se
 from torchstrat.parameter_server.serialization.plain import ClassesHere, are_equal, is_fixed
 from torchstrat.parameter_server.server.shard_optimizer import Options, check_supported, sparse_rows, unpickling
 from torchstrat.parameter_server.server.shards import HeldShards
-from torchstrat.parameter_server.variables.class_attributes import put
-from torchstrat.parameter_server.variables.module_structure import (
+from torchstrat.parameter_server.variables.attributes import (
     fixed_attributes,
     mark_of,
     marks_of_tensors,
     may_be_copied,
     names_of,
+    put,
 )
 
 StepsHaveSet = tuple[list[dict[str, object]], list[dict[str, object]]]

@@ -39,7 +39,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.server.snapshot import Cut, CutRows, FrozenRows
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.variables.class_attributes import put_back
+from torchstrat.parameter_server.variables.attributes import put_back
 
 _SWITCH_INTERVAL_SECONDS = 5e-4
 """Of the interpreter, while a server runs. Its threads spend their time in torch, without the interpreter's lock; with

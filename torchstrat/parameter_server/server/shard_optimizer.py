@@ -52,7 +52,7 @@ from torchstrat.core.optimizers import (
     step_in_blocks,
 )
 from torchstrat.parameter_server.messages import SetAttributes, StateOfShard
-from torchstrat.parameter_server.variables.class_attributes import put
+from torchstrat.parameter_server.variables.attributes import put
 from torchstrat.parameter_server.variables.edits import put_rows
 
 Options = Mapping[str, Any]

@@ -1,25 +1,28 @@
-"""Parameters, buffers, children, hooks and plain attributes of modules: workers have what the coordinator's program has
-put there.
-
-Attributes, such as a dropout's ``p``, travel once, with their object; so do those of optimizers of the program's own
-classes. What the program sets afterwards, a number, a string or a tuple of such, travels with the settings of the next
-function; of anything else that it sets there is one warning. What it deletes from a module, perhaps to register a
-parameter or a child by that name, goes from the workers' too.
+"""Members and hooks of modules, and hooks around steps of optimizers: workers have those of the coordinator's program.
 
 Modules travel once. What the program adds, removes or replaces afterwards (a new head, a larger table, pruning) travels
 with the settings of the next function, and is put into the same module of each worker.
+
+Hooks on steps (`Optimizer.register_step_pre_hook` and the like) travel with their optimizer and run where a function
+calls ``step()``, before what it pushes and after that. What the program registers or removes later travels with the
+settings of the next function. So does a ``step`` that it puts into the object itself, which is then the function's own
+code.
+
+The step itself is made on a server. So what PyTorch calls in the middle of one cannot be called: hooks of an optimizer
+that another one wraps, and those of an optimizer whose class calls ``super().step()``, which hooks see as a step of its
+own as soon as the process has made an optimizer of that base class. A function that makes such a step is refused.
+
+Hooks on all optimizers, or on all modules, are those of one process. While the program's has any, nothing is scheduled.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-import time
-import warnings
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -28,250 +31,24 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.core._torch_private import (
-    DisableTorchFunctionSubclass,
+    global_module_hooks,
     hooks_after_accumulation,
-    hooks_before_forward,
     hooks_on_gradient,
     next_hook_id,
-    optimizers_without_compiler,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
     own_buffers,
     own_children,
     own_parameters,
     unsaved_buffers,
-    version_of,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_bytes import is_same
-from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, Token, VariableSpec
+from torchstrat.core.optimizers import is_listed, own_step, wrapped_by
+from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
+from torchstrat.parameter_server.serialization.closure_walk import functions_of, names_in
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
-from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
-from torchstrat.parameter_server.variables import class_attributes
-from torchstrat.parameter_server.variables.cached_parameter import Alias, TensorCall, let_ask
-
-ATTRIBUTES = "attributes"
-"""Of the settings' keys: (this, token of a module or an optimizer) → `SetAttributes`."""
-
-_SET_BY_SCHEDULERS = ("step", "_opt_called")
-_DEPTH, _MOST_PARTS = 3, 100
-"""Of values that may change and stay the same object: how deep they are looked into, and up to what size."""
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "__overloads__"))  # which torch.jit.script sets
-
-
-@functools.cache
-def of_every_optimizer() -> frozenset[str]:
-    with optimizers_without_compiler():
-        return frozenset((*vars(Optimizer([torch.empty(0)], {})), *_SET_BY_SCHEDULERS))
-
-
-def names_of(object_: nn.Module | Optimizer) -> list[str]:
-    """Attributes that are not those of every module or optimizer."""
-    usual = _OF_EVERY_MODULE if isinstance(object_, nn.Module) else of_every_optimizer()
-    return [name for name in object_.__dict__ if name not in usual]
-
-
-def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, object]:
-    """Those of its attributes that are numbers, strings, or tuples of such."""
-    members = object_.__dict__
-    return {name: members[name] for name in names_of(object_) if is_fixed(members[name])}
-
-
-def _leaves(value: Any, depth: int = 3) -> Iterator[object]:
-    """What is in lists, tuples and dictionaries that are in one another, keys left out."""
-    if depth and type(value) in (list, tuple, dict):
-        for one in value.values() if type(value) is dict else value:
-            yield from _leaves(one, depth - 1)
-    else:
-        yield value
-
-
-def marks_of_tensors(optimizer: Optimizer) -> dict[str, list[tuple[int, int]]]:
-    """By attribute, other ones when it, or a list or dictionary in it, has got another tensor, or one was changed in
-    place. Parameters are left out."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for name in names_of(optimizer):
-        for one in _leaves(optimizer.__dict__[name]):
-            if type(one) is torch.Tensor and not one.is_inference():
-                found.setdefault(name, []).append((id(one), version_of(one)))
-    return found
-
-
-def may_be_copied(value: Any, depth: int = 3) -> bool:
-    """Whether it is tensors and fixed values alone, or lists and dictionaries of such."""
-    if depth and type(value) is dict:
-        return all(map(is_fixed, value)) and all(may_be_copied(one, depth - 1) for one in value.values())
-    if depth and type(value) in (list, tuple):
-        return are_atoms(map(type, value)) or all(may_be_copied(one, depth - 1) for one in value)
-    return type(value) is torch.Tensor or is_fixed(value)
-
-
-class _Known(NamedTuple):
-    owner: weakref.ref[nn.Module | Optimizer]
-    size: int
-    """Of its dictionary."""
-    values_of: Callable[[dict[str, object]], object]
-
-
-class PlainAttributes:
-    """Of the coordinator's modules and optimizers. ``shown_by``: the variable whose memory a tensor shows."""
-
-    def __init__(
-        self, shown_by: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None, *, watches_derived: bool = True
-    ) -> None:
-        self._shown_by = shown_by
-        self._watches_derived = watches_derived
-        self._known: dict[int, _Known] = {}
-        # By identity: a variable in shards is a module, and compares as its values do.
-        self._sent: MutableMapping[nn.Module | Optimizer, dict[str, object]] = WeakIdKeyDictionary()
-        self._set: MutableMapping[nn.Module | Optimizer, dict[str | tuple[int, str], SetAttribute]] = (
-            WeakIdKeyDictionary()
-        )
-        self._has_warned = False
-
-    def mark(self, owner: nn.Module | Optimizer) -> object:
-        """Equal marks of an object: nothing was set. Every call of `schedule` asks for that of every module."""
-        members = owner.__dict__
-        known = self._known.get(id(owner))
-        if known is None or known.size != len(members) or known.owner() is not owner:
-            known = self._look_at(owner)
-        try:
-            values = known.values_of(members)
-        except KeyError:  # one was deleted, and another one set
-            values = self._look_at(owner).values_of(members)
-        if type(values) is not tuple:
-            return None  # it has none
-        return values if are_atoms(map(type, values)) else tuple([mark_of(value) for value in values])
-
-    def _look_at(self, owner: nn.Module | Optimizer) -> _Known:
-        key, known = id(owner), self._known
-        reference = weakref.ref(owner, lambda _: known.pop(key, None))
-        always_there = next(iter(vars(owner)))  # with it there are two, or none of the object's own
-        values_of = operator.itemgetter(always_there, *names_of(owner))
-        found = known[key] = _Known(reference, len(vars(owner)), values_of)
-        return found
-
-    def note(self, owner: nn.Module | Optimizer) -> None:
-        """It is sent now."""
-        if owner not in self._sent:
-            class_attributes.note(owner)
-            self._watch_derived(owner)
-            self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
-
-    def changed(self, owners: Iterable[tuple[Token, nn.Module | Optimizer]]) -> Mapping[Token, SetAttributes]:
-        """What was set since each of these objects, with their tokens, was here first: that is when it was sent."""
-        found: dict[Token, SetAttributes] = {}
-        class_attributes.look()
-        for token, owner in owners:
-            sent = self._sent.get(owner)
-            if sent is None:
-                self.note(owner)
-                continue
-            self._watch_derived(owner)
-            for name in names_of(owner):
-                value = owner.__dict__[name]
-                before = sent.get(name, self)
-                if before == _kept(value):
-                    continue
-                sent[name] = _kept(value)
-                if is_fixed(value):
-                    self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), value)
-                else:
-                    self._set.get(owner, {}).pop(name, None)
-                    if not (_is_worked_out(owner, value) or self._follows(value, before)):
-                        self._warn(owner, name)
-            if isinstance(owner, nn.Module):
-                for name in sent.keys() - vars(owner).keys():
-                    del sent[name]
-                    self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), Gone.GONE)
-            now: dict[str | tuple[int, str], SetAttribute] = {
-                **self._set.get(owner, {}),
-                **class_attributes.set_on(owner),
-            }
-            if now or owner in self._set:
-                found[ATTRIBUTES, token] = now
-        return found
-
-    def _follows(self, value: object, before: object) -> bool:
-        """Whether it is a view of a variable, as it was: workers have one of theirs."""
-        is_as_it_was = isinstance(before, tuple) and before[0] == id(value)
-        return is_as_it_was and isinstance(value, torch.Tensor) and self._shown_by(value) is not None
-
-    def _watch_derived(self, owner: nn.Module | Optimizer) -> None:
-        if self._watches_derived and isinstance(owner, nn.Module) and hooks_before_forward(owner):
-            for name in names_of(owner):
-                _watch_derived(owner, name)
-
-    def take(self, owner: Optimizer, values: Mapping[str, object]) -> None:
-        """What its steps have set, on a server. What the program has set since it was last looked at stays, and goes
-        there with the next function."""
-        self.note(owner)
-        members, sent = owner.__dict__, self._sent[owner]
-        for name, value in values.items():
-            if name not in members or sent.get(name) == _kept(members[name]):
-                _put(members, name, value)
-                sent[name] = _kept(members[name])
-
-    def _warn(self, owner: nn.Module | Optimizer, name: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"attribute {name!r} of a {type(owner).__name__} was set, or changed in place, on the coordinator "
-                "after it had been sent to the other tasks. Numbers, strings and tuples of such follow where they are "
-                "set; this is none, and they keep what they have. Give it to the function as an argument, or set it in "
-                "the function. (Further ones are not warned of.)",
-                stacklevel=2,
-            )
-
-
-def _put(members: dict[str, Any], name: str, value: Any) -> None:
-    """A list or dictionary stays the same object, as where steps write to it."""
-    there = members.get(name)
-    if type(value) is type(there) is list:
-        there[:] = value
-    elif type(value) is type(there) is dict:
-        there.clear()
-        there.update(value)
-    else:
-        members[name] = value
-
-
-def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
-    """Whether it is what a hook makes anew in each forward pass, as pruning and older reparametrizations do."""
-    return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(hooks_before_forward(owner))
-
-
-def _kept(value: object) -> object:
-    """To be compared with later ones: 1 is another number than 1.0."""
-    return (type(value), value) if is_fixed(value) else mark_of(value)
-
-
-def mark_of(value: object) -> object:
-    """Another one where it is another object, or was changed in place, as far as that can be told."""
-    if is_fixed(value):
-        return value
-    found = _contents(value, _DEPTH)
-    return id(value) if found is None else (id(value), found)
-
-
-def _contents(value: Any, depth: int) -> object:
-    """Other ones when a container, a tensor or a record of settings was changed in place; None of what is something
-    else, or has parts that are, such as parameters: who holds those tells of them."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        return None if value.is_inference() else version_of(value)
-    members: Any = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
-    if type(members) not in _CONTAINERS or len(members) > _MOST_PARTS:
-        return None
-    parts = [*members, *members.values()] if type(members) is dict else [*members]
-    if are_atoms(map(type, parts)):
-        return parts
-    found = [part if is_fixed(part) else _contents(part, depth - 1) if depth else None for part in parts]
-    return None if any(one is None and part is not None for one, part in zip(found, parts, strict=True)) else found
-
-
-_CONTAINERS = (list, tuple, dict, set)
-
 
 MEMBERS = "members"
 """Of the settings' keys: (this, token of a module) → `Members`."""
@@ -388,70 +165,126 @@ def _hook_marks(module: nn.Module) -> list[object]:
     ]
 
 
-# -- what hooks before a forward pass make ----------------------------------------------------------------------------
-#
-# ``weight`` of a layer that `torch.nn.utils.prune` prunes, or of one with `torch.nn.utils.weight_norm`, is an
-# attribute that such a hook derives from parameters. On the coordinator it is as old as the last forward pass there,
-# and functions train these meanwhile. In a plain program it would be that of the last training step, which nobody has
-# here. So who reads it is told, where the hook would make another value now; pruning the layer once more reads it.
-
-_Make = Callable[[nn.Module], torch.Tensor]
+# -- around steps of optimizers ----------------------------------------------------------------------------------------
 
 
-def _watch_derived(module: nn.Module, name: str) -> None:
-    """Functions may change what an attribute was derived from, if it is such a one."""
-    value = vars(module)[name]
-    make = _maker(module, name) if type(value) is torch.Tensor else None
-    if make is not None:
-        let_ask(value, DerivedValue(module, name, value, make))
+STEP_HOOKS = "step hooks"
+"""Of the settings' keys: (this, token of an optimizer) → `Packed` of `tables_of` it and its `own_step`."""
+
+_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def _maker(module: nn.Module, name: str) -> _Make | None:
-    """What makes the attribute anew, and sets nothing."""
-    for hook in hooks_before_forward(module).values():
-        if getattr(hook, "_tensor_name", None) == name and hasattr(hook, "apply_mask"):
-            return hook.apply_mask  # type: ignore[no-any-return]
-        # Spectral norm goes one iteration further each time.
-        if getattr(hook, "name", None) == name and not hasattr(hook, "n_power_iterations"):
-            return getattr(hook, "compute_weight", None)
+def tables_of(optimizer: Optimizer) -> dict[str, dict[int, object]]:
+    """Of hooks, by name. A wrapper that does without PyTorch's constructor has none; its step is a function's own."""
+    return {name: table for name in _TABLES if (table := vars(optimizer).get(name)) is not None}
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    return any(tables_of(optimizer).values())
+
+
+def marks_of_hooks(optimizers: Sequence[Optimizer]) -> list[object]:
+    """Equal ones, as long as no hook was registered anywhere: nothing has changed. Every `schedule` asks."""
+    counts = [len(table) for one in optimizers for name in _TABLES if (table := one.__dict__.get(name))]
+    steps: list[object] = [id(one.__dict__.get("step")) for one in optimizers]
+    return [counts, steps, *map(called_within, optimizers)] if counts else steps
+
+
+def called_within(optimizer: Optimizer) -> str:
+    """Whose hooks PyTorch calls in the middle of a step of ``optimizer``, for errors; "" if there are none."""
+    if is_listed(type(optimizer)) or not tables_of(optimizer):
+        return ""
+    for inner in wrapped_by(optimizer):
+        if has_hooks(inner):
+            return f"those of the {type(inner).__name__} that it wraps"
+    base = _stepped_within(type(optimizer)) if has_hooks(optimizer) else None
+    return "" if base is None else f"its own, to which {base.__name__}.step, called within it, is a step as well"
+
+
+def _stepped_within(kind: type[Optimizer]) -> type | None:
+    """The base class whose ``step`` the class's own may call, if hooks see that."""
+    for base in kind.__mro__[1 : kind.__mro__.index(Optimizer)]:
+        # PyTorch puts its hooks around the step of a class when the first of its objects is made.
+        if hasattr(vars(base).get("step"), "hooked") and _may_step(kind, base):
+            return base
     return None
 
 
-class DerivedValue:
-    """A `Holder`, of the attribute itself. Pickles and deep copies have it as it is."""
+def _look_for_step(kind: type, base: type) -> bool:
+    """Whether code of ``kind``, or of classes between it and ``base``, names a ``step``."""
+    between = kind.__mro__[: kind.__mro__.index(base)]
+    members = [one for each in between for member in vars(each).values() for one in functions_of(member)]
+    codes = (getattr(inspect.unwrap(one), "__code__", None) for one in members if callable(one))
+    return any("step" in names_in(code) for code in codes if code is not None)
 
-    is_variable, hands_on = False, False
 
-    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor, make: _Make) -> None:
-        self._module, self._name, self._tensor = weakref.ref(module), name, weakref.ref(tensor)
-        self._make = make  # pruning takes its hook away before it reads
+_may_step: Callable[[object, object], bool] = functools.lru_cache(1024)(_look_for_step)
 
-    @property
-    def shown(self) -> str:
-        return f"<{self._name}, as the last forward pass on the coordinator has made it>"
 
-    def require_value(self) -> None:
-        module, tensor = self._module(), self._tensor()
-        if module is None or tensor is None:
-            return
-        is_in_place = vars(module).get(self._name) is tensor
-        if not is_in_place:
-            return  # it is nobody's any more
-        with torch.no_grad():
-            now = self._make(module)
-        with DisableTorchFunctionSubclass():
-            if is_same(tensor, now):
-                return
-        kind = type(module).__name__
+class _Refusing(NamedTuple):
+    """A hook before a step that is not to be made in a function."""
+
+    what: str
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> NoReturn:
         raise UnsupportedError(
-            f"{self._name} of {kind} is what the last forward pass on the coordinator has made of its parameters, and "
-            f"functions have changed these since. Call the {kind}, or the model that it is in, on the coordinator "
-            f"(under torch.no_grad()) before you read {self._name} or prune it again; what is trained is "
-            f"{self._name}_orig (pruning) or {self._name}_g and {self._name}_v (weight_norm)."
+            f"a scheduled function steps {type(optimizer).__name__}, and PyTorch calls hooks in the middle of its "
+            f"step: {self.what}. Steps are made on parameter servers, where no hook runs. Do what the hook does in the "
+            "function, before or after step(), and remove it (handle.remove())."
         )
 
-    def call(self, call: TensorCall) -> object:
-        return call.run()
 
-    def read(self, alias: Alias) -> None:
-        pass
+_OF_TORCH = ("torch.", "torchstrat.")
+_found_none: object = None  # when the tables were looked at last; every `schedule` asks
+
+
+def require_no_global_hooks() -> None:
+    """Raise `UnsupportedError` where the program has registered hooks on all modules or optimizers of this process."""
+    global _found_none
+    now = next_hook_id(), len(optimizer_pre_hooks), len(optimizer_post_hooks)
+    if now == _found_none:
+        return
+    tables = [("optimizers", table) for table in (optimizer_pre_hooks, optimizer_post_hooks)]
+    tables += [("modules", table) for table in global_module_hooks]
+    for what, table in tables:
+        for hook in list(table.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(_OF_TORCH):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise UnsupportedError(
+                    f"a function was scheduled while {name} is registered as a hook on all {what} of this process. "
+                    "Workers are other processes, where it would not be called. Register it on those that it is meant "
+                    "for, or remove it (handle.remove())."
+                )
+    _found_none = now
+
+
+class StepHooks:
+    """Remembers what hooks optimizers had when they were sent. Weak."""
+
+    def __init__(self) -> None:
+        self._sent: MutableMapping[Optimizer, object] = WeakIdKeyDictionary()
+        self._changed: MutableMapping[Optimizer, tuple[object, Packed]] = WeakIdKeyDictionary()
+
+    def changed(self, catalog: Catalog, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Token, Packed]]:
+        """Of those whose hooks are others than when they were here first, which is when they are sent, or that must
+        not be stepped: what they have now."""
+        for optimizer in optimizers:
+            within, tables, step = called_within(optimizer), tables_of(optimizer), own_step(optimizer)
+            own: list[object] = [(name, [*table], list(map(id, table.values()))) for name, table in tables.items()]
+            own.append(id(getattr(step, "__func__", step)))
+            sent = self._sent.setdefault(optimizer, own)
+            before, packed = self._changed.get(optimizer, (None, None))
+            if before is None and sent == own and not within:
+                continue
+            if packed is None or before != (own, within):
+                found = _with(tables, within), step
+                packed = pack(found, catalog, what=f"what {type(optimizer).__name__} does around steps")
+                self._changed[optimizer] = (own, within), packed
+            yield (STEP_HOOKS, catalog.token_of(optimizer)), packed
+
+
+def _with(tables: Mapping[str, Mapping[int, object]], within: str) -> dict[str, dict[int, object]]:
+    found = {name: dict(table) for name, table in tables.items()}
+    if within:
+        found[_TABLES[0]] = {-1: _Refusing(within), **found[_TABLES[0]]}
+    return found

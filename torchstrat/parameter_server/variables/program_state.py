@@ -37,13 +37,16 @@ from torchstrat.parameter_server.dispatch import SAME_AS, Options
 from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import token_of_spec
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_dense, is_fixed
-from torchstrat.parameter_server.variables import class_attributes
+from torchstrat.parameter_server.variables.attributes import PlainAttributes, marks_of_classes
 from torchstrat.parameter_server.variables.cached_parameter import alias_of, let_ask, no_longer_one, shares_memory
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.module_structure import ModuleStructure, PlainAttributes
+from torchstrat.parameter_server.variables.module_structure import (
+    ModuleStructure,
+    marks_of_hooks,
+    require_no_global_hooks,
+)
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import Bonds, Placement
-from torchstrat.parameter_server.variables.step_hooks import marks_of, require_no_global_hooks
 from torchstrat.replicas.thread_state import PlainSettings, what_sees_operators
 
 _MOST_NAMES = 3
@@ -519,11 +522,11 @@ class Reading:
             self._read_modules(modules)
             self.marks += map(attributes.mark, modules)
             self.marks += structure.mark()
-            self.marks += class_attributes.marks()
+            self.marks += marks_of_classes()
             self.marks += variables.states()
             self._is_comparable = not variables.has_traceless_changes()
             optimizers = registry.optimizers()
-            self.marks += marks_of(optimizers)
+            self.marks += marks_of_hooks(optimizers)
             for optimizer in optimizers:
                 self._read_groups(optimizer)
                 if not is_listed(type(optimizer)):

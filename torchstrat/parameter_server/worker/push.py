@@ -48,7 +48,7 @@ from torchstrat.parameter_server.messages import (
     VariableSpec,
     Wrapped,
 )
-from torchstrat.parameter_server.variables.module_structure import marks_of_tensors
+from torchstrat.parameter_server.variables.attributes import marks_of_tensors
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.remote_access import VariableAccess, edits_by_server

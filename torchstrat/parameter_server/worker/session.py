@@ -45,9 +45,8 @@ from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
-from torchstrat.parameter_server.variables.class_attributes import put
-from torchstrat.parameter_server.variables.module_structure import ATTRIBUTES, MEMBERS, Members, fixed_attributes
-from torchstrat.parameter_server.variables.step_hooks import STEP_HOOKS
+from torchstrat.parameter_server.variables.attributes import ATTRIBUTES, fixed_attributes, put
+from torchstrat.parameter_server.variables.module_structure import MEMBERS, STEP_HOOKS, Members
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.stepped_optimizers import StepGroup
 from torchstrat.replicas.thread_state import AS_A_THREAD_BEGINS, leave_plain

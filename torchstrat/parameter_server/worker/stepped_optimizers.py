@@ -24,7 +24,7 @@ from torchstrat.core.optimizers import groups_with_wrapped, is_listed, wrapped_a
 from torchstrat.core.tensor_functions import asking_class, class_behind
 from torchstrat.parameter_server.messages import Gone, Reader, VariableSpec
 from torchstrat.parameter_server.serialization.plain import are_equal
-from torchstrat.parameter_server.variables.module_structure import mark_of, of_every_optimizer
+from torchstrat.parameter_server.variables.attributes import mark_of, of_every_optimizer
 from torchstrat.parameter_server.variables.program_state import options_of
 from torchstrat.parameter_server.variables.remote_access import VariableAccess
 

@@ -47,7 +47,7 @@ from torchstrat.parameter_server.remote_value import numbers_of
 from torchstrat.parameter_server.serialization.functions import pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
-from torchstrat.parameter_server.variables.class_attributes import put_back
+from torchstrat.parameter_server.variables.attributes import put_back
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
 from torchstrat.parameter_server.worker import executor
 from torchstrat.parameter_server.worker.executor import (
