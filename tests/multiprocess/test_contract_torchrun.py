@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import nn
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
 from torchstrat.errors import UnsupportedError
 from torchstrat.testing import Workers, contract, divergence
+from torchstrat.testing.cases_optimizers import FreeOfSchedules
+from torchstrat.testing.training import Batch, Mlp, Training, one_device, squared_error
 
 PROCESSES = 2
 DIVERGENCE_TIMEOUT = timedelta(seconds=3)
@@ -117,6 +120,51 @@ def test_a_hook_that_comes_between_runs(row: str, two_processes: Workers) -> Non
     seen, gradients = zip(*two_processes.run(run_hooked_half_way, row), strict=True)
     assert seen == ([6.0], [])
     assert gradients == ([6.0, 6.0],) * PROCESSES
+
+
+def moved_in_step(when: str) -> Training:
+    """The step evaluates where its optimizer puts the weights, or only scales what the optimizer keeps."""
+    model = Mlp()
+    optimizer = FreeOfSchedules(model.parameters(), {"lr": 0.1})
+
+    def step(batch: Batch) -> torch.Tensor:
+        optimizer.zero_grad()
+        if when == "before the step":
+            optimizer.move(0.25)
+        squared_error(model(batch[0]), batch[1]).mean().backward()
+        optimizer.step()
+        if when == "after the step":
+            optimizer.move(0.5)
+        losses = squared_error(model(batch[0]), batch[1]).detach()
+        if when == "after the step":
+            optimizer.move(-1.0)  # where they were
+        if when == "scales what is kept":
+            for kept in optimizer.state.values():
+                kept["fast"].mul_(0.9)
+        return losses
+
+    return Training(step, {"model": model})
+
+
+def run_moved_in_step(when: str, row_name: str) -> contract.Snapshot | str:
+    case = contract.Case("moved_in_step", partial(moved_in_step, when))
+    try:
+        return contract.run_row(case, contract.TORCHRUN[row_name])
+    except UnsupportedError as error:
+        return str(error)
+
+
+@every_row
+@pytest.mark.parametrize("when", ["before the step", "after the step", "scales what is kept"])
+def test_an_optimizer_that_moves_weights_within_a_step(row: str, when: str, two_processes: Workers) -> None:
+    """By its state, which under central storage rank 0 alone has, of a class of the program's own."""
+    results = two_processes.run(run_moved_in_step, when, row)
+    if row.startswith("central") and when != "scales what is kept":
+        assert all("as FreeOfSchedules's optimizer.move() does" in one and "between runs" in one for one in results)
+        return
+    case = contract.Case("moved_in_step", partial(moved_in_step, when))
+    contract.check_agreement(case, results)
+    contract.check(case, results[0], one_device(case, 1))
 
 
 def draw_in_steps(row_name: str) -> list[list[float]]:

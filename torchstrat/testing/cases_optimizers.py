@@ -83,7 +83,7 @@ def third_party_optimizer() -> Training:
     return Training(plain_step(model, _Inertia(model.parameters(), lr=0.1)), {"model": model})
 
 
-class _FreeOfSchedules(torch.optim.Optimizer):
+class FreeOfSchedules(torch.optim.Optimizer):
     """Weights are put where they are to be evaluated, and back, from what the optimizer keeps, between steps."""
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class _FreeOfSchedules(torch.optim.Optimizer):
 def weights_moved_by_optimizer() -> Training:
     """Not after the last step: under central storage between processes the first rank's alone would show it."""
     model = Mlp()
-    optimizer = _FreeOfSchedules(model.parameters(), {"lr": 0.1})
+    optimizer = FreeOfSchedules(model.parameters(), {"lr": 0.1})
     return Training(
         plain_step(model, optimizer),
         {"model": model},

@@ -28,7 +28,7 @@ from torchstrat.core._torch_private import own_buffers, version_of
 from torchstrat.core.buffer_rules import batches_counted, counts_rows, is_statistic
 from torchstrat.core.communicator import Communicator
 from torchstrat.core.gradients import shares
-from torchstrat.core.optimizers import stepped_by, wrapped_by
+from torchstrat.core.optimizers import is_listed, stepped_by, wrapped_by
 from torchstrat.core.pieces import memory_of, whole_value_of
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
@@ -146,6 +146,11 @@ class StateEdits:
     def forget(self) -> None:
         """All ranks have what it has changed."""
         self._watched = {}
+
+    def is_looked_at(self, optimizer: Optimizer) -> bool:
+        """Whether the step's code has looked at what it keeps, or one that it wraps, since it has stepped last."""
+        watched = (self._watched.get(id(one)) for one in (optimizer, *wrapped_by(optimizer)))
+        return any(found is not None and found.shared.before for found in watched)
 
     def digest(self, optimizer: Optimizer) -> float:
         """A number that is equal on ranks that have made the same edits: 0 where there are none."""
@@ -265,6 +270,14 @@ class ParameterEdits:
         if found:
             self._edited.update(map(id, found))
         return found
+
+    def moved_by(self, optimizer: Optimizer) -> float:
+        """How often the program has changed in place what an optimizer of a class of its own steps, since that was
+        noted: it may do so by what the optimizer keeps. Classes of torch's have no methods that would."""
+        if is_listed(type(optimizer)):
+            return 0.0
+        noted = ((tensor, self._noted.get(id(tensor))) for tensor in stepped_by(optimizer))
+        return float(sum(version_of(tensor) - known[1] for tensor, known in noted if known is not None))
 
     def undo(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """After a failure: make them what they were when they were noted. Returns those of which there is no copy, as

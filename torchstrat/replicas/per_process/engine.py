@@ -315,10 +315,6 @@ class PerProcessReplica(ReplicaEngine):
         """Whether the processes share out this optimizer's steps, in memory of the host."""
         return self._storage is not None and self._storage.shares(optimizer)
 
-    def _state_digest(self, optimizer: Optimizer) -> float:
-        found = self._edits.state.digest(optimizer)
-        return found if found and not self._is_of_owner(optimizer) else 0.0
-
     def _find_wrapped(self) -> frozenset[int]:
         if self._wrapped[0] != self.registry.changes:
             self._wrapped = (self.registry.changes, wrapped_among(self.registry.optimizers()))
@@ -425,7 +421,7 @@ class PerProcessReplica(ReplicaEngine):
         self._gradients.begin(roster, self._communicator, weight, is_all=self._communicator is self._world)
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
-        self._edits.state.begin([] if self._central and self._storage is None else members.helpers)
+        self._edits.state.begin(self._policy.watched(members.helpers))
         buffers = ProcessBuffers(self.registry, members, self._torch_device, weights)
         self._policy.begin(self._communicator)
         self._step.begin(self._communicator, weights, me)
@@ -499,7 +495,7 @@ class PerProcessReplica(ReplicaEngine):
         roster = self._rosters.now(members)
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
         settings = sum(map(optimizer_state.digest, optimizers))
-        state = sum(map(self._state_digest, optimizers))
+        state = sum(map(self._policy.state_digest, optimizers))
         plain = plain_digest(members)
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
         own = (self._weights.of(self._world.rank), float(self._gradients.leaves_parts))
@@ -523,7 +519,10 @@ class PerProcessReplica(ReplicaEngine):
         if any(parts):
             self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])
         differ = not all_equal([row[1:] for row in rows])
-        if differ and not all_equal([row[1:4] for row in rows]):
+        are_moved = differ and not all_equal([row[1:4] for row in rows])
+        if self._central and (are_moved or not all_equal(states)):
+            self._policy.refuse_moves_by_state(optimizers, END_OF_RUN)
+        if are_moved:
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         if differ and not all_equal([row[4:5] for row in rows]):
             for optimizer in optimizers:

@@ -5,7 +5,7 @@ make equal before a step, which reads it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchstrat.core.communicator import Communicator
-from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError
+from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.optimizers import (
     bare_step,
     be_idle,
@@ -37,6 +37,9 @@ from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 class StepLevels:
     """What ranks make equal before a step. ``storage``: central storage in memory that they share."""
+
+    steps_alone: bool
+    """Whether steps are the first rank's, but for those that are shared out."""
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class StepLevels:
         optimizer, tensors, name, storage = call.optimizer, call.tensors, call.name, self._storage
         shared = optimizer if is_shared else None
         edited = self._edits.since_noted(elsewhere)
-        state = self._edits.state.digest(optimizer) if storage is None or is_shared else 0.0
+        alone = self.steps_alone and not is_shared
+        state = self.state_digest(optimizer)
         self._edits.state.pause(optimizer)
         left_over: set[int] = set()
         as_combined = self._gradients.records.are_as_combined(tensors)
@@ -87,7 +91,9 @@ class StepLevels:
             return
         if not all_equal([row[-1:] for row in everyone]):
             self._differing.report_settings(optimizer, optimizer_state.level(self._communicator, optimizer, name))
-        if not all_equal([row[-2:-1] for row in everyone]):
+        if alone and not all_equal([[*row[8:9], row[-2]] for row in everyone]):
+            self.refuse_moves_by_state([optimizer], name)
+        elif not all_equal([row[-2:-1] for row in everyone]):
             self._level_state(optimizer, name, is_shared=is_shared)
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
@@ -112,6 +118,26 @@ class StepLevels:
             storage.publish_edits(self._communicator, name, rows=has_rows)
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, name)
+
+    def state_digest(self, optimizer: Optimizer) -> float:
+        """A number that is equal on ranks that have made the same edits of its state; or, where the first rank alone
+        has that, that have moved parameters alike, which the step's code may do by it."""
+        return self._edits.state.digest(optimizer)
+
+    def refuse_moves_by_state(self, optimizers: Iterable[Optimizer], call: str) -> None:
+        """Ranks have changed parameters differently. An optimizer of a class of the program's own may have done so by
+        its state, which the first rank alone has. All ranks call it."""
+        for optimizer in optimizers:
+            if is_listed(type(optimizer)):
+                continue
+            looked = float(self._edits.state.is_looked_at(optimizer))
+            if any(row[0] for row in agree(self._communicator, call, (looked,))):
+                raise UnsupportedError(
+                    f"the step has changed parameters by what optimizer.state holds{_methods_of(optimizer)}, and that "
+                    "rank 0 alone has, as central storage steps an optimizer of a class of one's own there: the others "
+                    "have trained with other parameters. Call it between runs, where rank 0's parameters become "
+                    "everyone's, or use MirroredStrategy, under which every rank has the state."
+                )
 
     def level_edits(self, elsewhere: list[torch.Tensor], call: str) -> None:
         """Undo what edits of parameters in place made different, in the midst of a step. All ranks call it."""
@@ -182,6 +208,14 @@ class StepLevels:
         self._differing.report([tensor for tensor in parameters if id(tensor) not in scaled], gradients)
 
 
+def _methods_of(optimizer: Optimizer) -> str:
+    """What the step may have called, in words."""
+    cls = type(optimizer)
+    own = [name for name, one in vars(cls).items() if callable(one) and not name.startswith("_")]
+    names = [f"optimizer.{name}()" for name in own if not hasattr(Optimizer, name) and name != "step"]
+    return f", as {cls.__name__}'s {' or '.join(names)} does" if names else ""
+
+
 BEFORE = "the beginning of a run (what an optimizer has done to parameters since the one before)"
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
@@ -194,6 +228,10 @@ class ReplicatedSteps(StepLevels):
 
     def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
         """All ranks of the job are about to begin a run, whether or not they have rows."""
+
+    def watched(self, helpers: Sequence[object]) -> Sequence[object]:
+        """Those of which it is noted what the step's code looks at of their state."""
+        return helpers
 
     def end(self) -> None:
         """The run is over, or has failed."""
@@ -251,6 +289,12 @@ class PrimarySteps(ReplicatedSteps):
             return
         if not all_equal(agree(world, BEFORE, self._edits.summary(roster))):
             self._edits.make_equal(world, roster, BEFORE)
+
+    def state_digest(self, optimizer: Optimizer) -> float:
+        return self._edits.moved_by(optimizer)
+
+    def watched(self, helpers: Sequence[object]) -> Sequence[object]:
+        return helpers if any(isinstance(one, Optimizer) and not is_listed(type(one)) for one in helpers) else ()
 
     def level(self, call: StepCall) -> bool:
         self.make_equal(call, self._elsewhere(call.tensors))
@@ -333,6 +377,15 @@ class ShardedSteps(PrimarySteps):
         if not all(is_listed(type(optimizer)) for optimizer in optimizers):
             self._storage.level((), OWNER, BEFORE)
         super().before_run(world, optimizers, roster)
+
+    def state_digest(self, optimizer: Optimizer) -> float:
+        if not is_listed(type(optimizer)):
+            return super().state_digest(optimizer)
+        found = self._edits.state.digest(optimizer)
+        return found if found and self._storage.shares(optimizer) else 0.0
+
+    def watched(self, helpers: Sequence[object]) -> Sequence[object]:
+        return helpers
 
     def end(self) -> None:
         self._shared.clear()
