@@ -32,11 +32,11 @@ from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import Token, VariableSpec
-from torchstrat.parameter_server.serialization import sent_scalers
 from torchstrat.parameter_server.serialization.closure_walk import Reach
 from torchstrat.parameter_server.serialization.path_errors import (
     Refused,
     not_sendable,
+    note_scaler,
     path_to,
     refusal,
     training_state_refusal,
@@ -122,7 +122,7 @@ class Outgoing:
         if found is None:
             token = self._catalog.refer_to(value)
             if token is not None:
-                sent_scalers.note(value)
+                note_scaler(value)
                 self.tokens[token] = value
                 found = "ref", token
         if found is None and self._follows and isinstance(value, torch.Tensor):

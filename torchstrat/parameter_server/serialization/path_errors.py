@@ -20,11 +20,14 @@ import socket
 import sys
 import threading
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchstrat.core.errors import FunctionError, NotSendableError
@@ -344,3 +347,49 @@ class MissingModule(types.ModuleType):
     def __getattr__(self, name: str) -> NoReturn:
         why: FunctionError = self.__dict__["_why"]
         raise FunctionError(str(why)) from why
+
+
+# -- gradient scalers ------------------------------------------------------------------------------------------------
+#
+# Each worker has one of its own, which goes by what its functions meet. The numbers of a step do not depend on the
+# scale; but that of the coordinator's object is the one with which it was sent, and what is loaded into it later goes
+# nowhere. Who asks one here for its scale is told.
+
+_untold: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+"""Those that were sent, until it was said of them."""
+_sent_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+
+
+def note_scaler(value: object) -> None:
+    """A function is sent with a reference to it."""
+    if isinstance(value, GradScaler) and value.is_enabled() and value not in _sent_scalers:
+        _sent_scalers.add(value)
+        _untold.add(value)
+        _tell_of_scalers()
+
+
+@functools.cache
+def _tell_of_scalers() -> None:
+    for name in ("get_scale", "state_dict", "load_state_dict", "update"):
+        setattr(GradScaler, name, _telling_of_scale(name))
+
+
+def _telling_of_scale(name: str) -> Callable[..., object]:
+    method: Callable[..., object] = getattr(GradScaler, name)
+
+    @functools.wraps(method)
+    def told(self: GradScaler, *args: Any, **kwargs: Any) -> object:
+        is_own_code = sys._getframe(1).f_globals is GradScaler.__getstate__.__globals__  # it is being sent
+        if self in _untold and not is_own_code:
+            _untold.discard(self)
+            warnings.warn(
+                f"GradScaler.{name}() was called on the coordinator, and scheduled functions use this scaler. Each "
+                "worker has one of its own, which goes on from the scale that it was sent with; the coordinator's "
+                "stays as it is, also in checkpoints, and what is loaded or set here is not sent. Return "
+                "scaler.get_scale() from the function, and set the scale before the first function is scheduled. (This "
+                "is said once.)",
+                stacklevel=2,
+            )
+        return method(self, *args, **kwargs)
+
+    return told

@@ -41,13 +41,14 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     ask_before_others_take,
     can_ask,
     give_memory,
+    given_rows,
     grow_gradient,
     let_alone,
     let_ask,
     lost_value,
+    read_rows,
     require_own_memory,
 )
-from torchstrat.parameter_server.variables.called_rows import given_rows, read_rows
 from torchstrat.parameter_server.variables.deferred_init import carry_initialisers, repeated_on_servers
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
