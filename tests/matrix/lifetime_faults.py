@@ -18,8 +18,9 @@ from torchstrat.data import prefetch
 from torchstrat.distributed.collectives import process_group
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory
 from torchstrat.distributed.collectives.shared_memory.neighbours import Neighbours
-from torchstrat.parameter_server.dispatch import Recent, Resources
+from torchstrat.parameter_server.dispatch import Resources
 from torchstrat.parameter_server.dispatcher import Dispatcher
+from torchstrat.parameter_server.serialization.pack_cache import Recent
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.replicas.central.state import CentralState
 from torchstrat.replicas.in_process import baton

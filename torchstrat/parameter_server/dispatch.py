@@ -8,10 +8,9 @@ Per-worker values are built on the worker from what the coordinator sent, when a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,41 +109,6 @@ def _iterate(dataset: object) -> Iterator[object]:
         f"the dataset function returned a {type(dataset).__name__}, which cannot be iterated; return a DataLoader or a "
         "Dataset of batches."
     )
-
-
-_Entry = TypeVar("_Entry")
-
-KEPT_CODES = 256
-"""How many functions a worker keeps unpickled. The coordinator keeps the same account of it."""
-
-
-class Recent(Generic[_Entry]):
-    """The most recently used entries. Two of them that see the same calls hold the same keys."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._entries
-
-    def values(self) -> Iterable[_Entry]:
-        return self._entries.values()
-
-    def use(self, key: Hashable) -> _Entry:
-        self._entries.move_to_end(key)
-        return self._entries[key]
-
-    def add(self, key: Hashable, value: _Entry) -> None:
-        self._entries[key] = value
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
-
-    def drop(self, is_gone: Callable[[_Entry], bool]) -> None:
-        """Those whose values are."""
-        for key in [key for key, value in self._entries.items() if is_gone(value)]:
-            del self._entries[key]
 
 
 Options = Mapping[int, tuple[Mapping[str, Any], ...]]

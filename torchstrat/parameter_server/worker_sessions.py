@@ -30,13 +30,11 @@ from torchstrat.core.variable.variable import Variable
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server.dispatch import (
-    KEPT_CODES,
     Arguments,
     Batch,
     Modes,
     Options,
     Recalled,
-    Recent,
     Report,
     ResourceSpec,
     ServerGone,
@@ -58,7 +56,7 @@ from torchstrat.parameter_server.scheduler_events import (
 )
 from torchstrat.parameter_server.serialization.captured_objects import Increment
 from torchstrat.parameter_server.serialization.functions import unpack_exception
-from torchstrat.parameter_server.serialization.pack_cache import Packed
+from torchstrat.parameter_server.serialization.pack_cache import KEPT_CODES, Packed, Recent
 from torchstrat.parameter_server.transport.requests import pack
 
 

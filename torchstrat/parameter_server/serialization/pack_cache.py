@@ -18,11 +18,11 @@ import types
 import typing
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -440,3 +440,38 @@ def _circumstances(catalog: Catalog, sent_by_value: Callable[[], set[str]]) -> t
     """What decides how things travel, besides the things themselves: what is captured; which modules there are, for a
     function that names a package travels with its submodules; and which of them cloudpickle was told to send."""
     return catalog.captures, len(sys.modules), sent_by_value()
+
+
+_Kept = TypeVar("_Kept")
+
+KEPT_CODES = 256
+"""How many functions a worker keeps unpickled. The coordinator keeps the same account of it."""
+
+
+class Recent(Generic[_Kept]):
+    """The most recently used entries. Two of them that see the same calls hold the same keys."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def values(self) -> Iterable[_Kept]:
+        return self._entries.values()
+
+    def use(self, key: Hashable) -> _Kept:
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def add(self, key: Hashable, value: _Kept) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def drop(self, is_gone: Callable[[_Kept], bool]) -> None:
+        """Those whose values are."""
+        for key in [key for key, value in self._entries.items() if is_gone(value)]:
+            del self._entries[key]

@@ -28,7 +28,6 @@ from torchstrat.core.errors import (
 )
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.dispatch import (
-    KEPT_CODES,
     PLAIN_RESULTS,
     Arguments,
     Batch,
@@ -36,7 +35,6 @@ from torchstrat.parameter_server.dispatch import (
     Options,
     Raised,
     Recalled,
-    Recent,
     Report,
     Resources,
     ServerGone,
@@ -46,7 +44,7 @@ from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.remote_value import numbers_of
 from torchstrat.parameter_server.serialization.functions import pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.object_table import World
-from torchstrat.parameter_server.serialization.pack_cache import Packed
+from torchstrat.parameter_server.serialization.pack_cache import KEPT_CODES, Packed, Recent
 from torchstrat.parameter_server.variables.attributes import put_back
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
 from torchstrat.parameter_server.worker import executor
