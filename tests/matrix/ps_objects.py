@@ -520,7 +520,7 @@ FAULTS = [
     ),
     PlantedFault(
         "nobody reads what step() returns",
-        switched_off(push, "reads_result", lambda optimizer: False),
+        switched_off(push, "reads_result", lambda: False),
         _at(ps_after_steps.IN_FUNCTION, "what step() returns", "what step() of a wrapper returns"),
     ),
     PlantedFault(

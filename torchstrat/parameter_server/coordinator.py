@@ -220,7 +220,8 @@ class ClusterCoordinator:
         options, modes = known or job.settle(reading)
 
         def make(number: int) -> Work:
-            claim_all(leases, number)
+            if leases:
+                claim_all(leases, number)
             value: RemoteValue[T] = RemoteValue(number, _name_of(fn), self._where)
             return Work(
                 code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases), *limits

@@ -182,6 +182,8 @@ def _marks(state: RemoteOptimizerState) -> list[object]:
     """What is another when an entry is replaced, or a tensor in it changed in place. An empty entry, which comes into
     being when somebody asks for it, is like none."""
     marks: list[object] = []
+    if not dict.__len__(state):
+        return marks
     with DisableTorchFunctionSubclass():
         for tensor, entry in of_parameters(dict.items(state)):
             if entry:

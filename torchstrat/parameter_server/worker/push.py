@@ -211,7 +211,7 @@ class RemoteSteps:
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
         self._left = left
-        self._latest = SteppedOptimizers(access, copies.spec_of, number_of)
+        self._latest, self._is_asking = SteppedOptimizers(access, copies.spec_of, number_of), False
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
         self.refused: UnsupportedError | None = None
@@ -224,14 +224,23 @@ class RemoteSteps:
             self._uncompiled = torch.compiler.disable(self.before)
         self.stepped, self.refused = False, None
         _here.before, _here.left = self._uncompiled, self._left
-        if self._own:
-            self._latest.begin(self._own)
+        self._ask_for(self._own)
         return self
 
     def __exit__(self, *_: object) -> None:
         _here.before = _here.left = None
         self._last_hooks.clear()
-        self._latest.end()
+        self._ask_no_more()
+
+    def _ask_for(self, own: list[Optimizer]) -> None:
+        if own:
+            self._is_asking = True
+            self._latest.begin(own)
+
+    def _ask_no_more(self) -> None:
+        if self._is_asking:  # of most functions nobody does
+            self._latest.end()
+            self._is_asking = False
 
     def watch(self, captured: Iterable[object]) -> None:
         """What the function that begins is seen to reach."""
@@ -312,9 +321,10 @@ class RemoteSteps:
         return self._step(optimizer, args, kwargs)
 
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> object:
-        number, keeps_result = self._number_of(optimizer), reads_result(optimizer)
+        number, is_own = self._number_of(optimizer), not is_listed(type(optimizer))
+        keeps_result = is_own and reads_result()
         assert number is not None
-        self._latest.end()
+        self._ask_no_more()
         if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
@@ -329,7 +339,7 @@ class RemoteSteps:
             result = self._latest.result_of(optimizer) if keeps_result and is_made else None
         self._forget_states()
         stand_in = be_idle(make_stand_in(optimizer), result)
-        self._latest.begin([optimizer])
+        self._ask_for([optimizer] if is_own else [])
         return (stand_in, *args[1:]), kwargs
 
     def _reach(self, optimizer: Optimizer) -> None:

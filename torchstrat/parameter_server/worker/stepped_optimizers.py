@@ -12,7 +12,7 @@ import dis
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.optimizers import groups_with_wrapped, is_listed, wrapped_among, wrapped_by
+from torchstrat.core.optimizers import groups_with_wrapped, wrapped_among, wrapped_by
 from torchstrat.core.tensor_functions import asking_class, class_behind
 from torchstrat.parameter_server.messages import Gone, Reader, VariableSpec
 from torchstrat.parameter_server.serialization.plain import are_equal
@@ -148,11 +148,10 @@ class SteppedOptimizers:
         self._groups: list[StepGroup] = []
         self._came: list[tuple[dict[str, Any], str, object, object, object]] = []
 
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A function begins that reaches these, or has stepped one. What several have is the first one's."""
-        own = [one for one in optimizers if not is_listed(type(one))]
-        wrapped = wrapped_among(own) if len(own) > 1 else ()
-        for one in own:
+        wrapped = wrapped_among(optimizers) if len(optimizers) > 1 else ()
+        for one in optimizers:
             if id(one) not in wrapped:
                 self._begin(one)
 
@@ -169,8 +168,6 @@ class SteppedOptimizers:
 
     def end(self) -> None:
         """Before the next step, and at the function's end: nothing asks any more, and what has come goes."""
-        if not self._asking and not self._came:  # of most functions
-            return
         self._ask_no_more(with_lost=True)
         for members, name, value, mark, before in reversed(self._came):
             if members.get(name, _ABSENT) is value and mark_of(value) == mark:
@@ -237,10 +234,8 @@ _BETWEEN = ("torch", "torchstrat")
 """Packages whose code hands on what a step returns: wrappers around it, gradient scalers, schedulers."""
 
 
-def reads_result(optimizer: Optimizer) -> bool:
+def reads_result() -> bool:
     """Whether the code that has called ``step()``, of which this is called, does anything with what it returns."""
-    if is_listed(type(optimizer)):
-        return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
