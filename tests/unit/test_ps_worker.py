@@ -604,6 +604,7 @@ def test_only_large_parameters_of_torchs_own_modules_that_do_not_choose_by_their
 def test_before_the_compiler_looks_everything_is_here_and_nothing_is_late_afterwards(late: Late) -> None:
     torch.compiler.disable(print)
     assert late.arrivals.may_be_late(parameter())
+    torch.compiler.reset()  # forgets what is registered with the compiler
     seen = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -260,8 +260,17 @@ def is_compiler_at_work() -> bool:
 
 
 def before_compilations(callback: Callable[[], None]) -> None:
-    """From now on call ``callback()`` before PyTorch's compiler traces anything. Imports the compiler."""
-    look_up("on_compile_start", importlib.import_module("torch._dynamo.callback"))(lambda _: callback())
+    """From now on call ``callback()`` before PyTorch's compiler traces anything, also after `torch.compiler.reset`,
+    which forgets what is registered with it. Imports the compiler."""
+    handler = look_up("CompilationCallbackHandler", importlib.import_module("torch._dynamo.callback"))
+    run = look_up("run_start_callbacks", handler)
+
+    @functools.wraps(run)
+    def call_first(self: object, *args: object) -> object:
+        callback()
+        return run(self, *args)
+
+    handler.run_start_callbacks = call_first
 
 
 _eval_frame: ModuleType = look_up("_C._dynamo.eval_frame")
