@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import nn, tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
@@ -154,8 +154,10 @@ def _read(net: Net, batch: Batch, read: Callable[[torch.Tensor], torch.Tensor]) 
     return _loss(found, net, batch) + _scores(net, found, read(net.weight.requires_grad_(False)))
 
 
-def _renewed(weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(1, dtype=weight.dtype).new_tensor(weight)
+def _assigned(weight: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(1, dtype=weight.dtype)
+    made.data = weight
+    return made
 
 
 def _copied(weight: torch.Tensor) -> torch.Tensor:
@@ -402,7 +404,9 @@ ROWS: Mapping[str, Row] = {
     "used by .data": Row(_data, REFUSED),
     "used by a view from before": Row(_view_before, REFUSED),
     "used by torch.asarray": Row(partial(_read, read=_copied), REFUSED),
-    "used by new_tensor": Row(partial(_read, read=_renewed), REFUSED),
+    "used by new_tensor": Row(partial(_read, read=lambda weight: weight.new_empty(0).new_tensor(weight)), REFUSED),
+    "used by torch.tensor, imported": Row(partial(_read, read=lambda weight: tensor(weight)), REFUSED),
+    "used by an assignment to .data": Row(partial(_read, read=_assigned), REFUSED),
     "used by as_subclass": Row(partial(_read, read=lambda weight: weight.as_subclass(torch.Tensor)), REFUSED),
     "a buffer is looked up": Row(_buffer, OF_BUFFER),
     "used by a view from before, in the first run": Row(_view_before, REFUSED, runs=1),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, tensor
 from torch.nn import functional as F
 
 import torchstrat as ts
@@ -111,6 +111,8 @@ READS: dict[str, Callable[[Job], torch.Tensor]] = {
     "torch.tensor of a list": lambda job: torch.tensor([list(row) for row in job.weight.requires_grad_(False)]),
     "torch.as_tensor": lambda job: torch.as_tensor(data=job.weight, dtype=torch.float64),
     "torch.asarray": lambda job: torch.asarray(obj=job.weight, copy=True, requires_grad=False),
+    "torch.tensor by a name of its own": lambda job: tensor(job.weight),
+    "an assignment to data": lambda job: _assigned(torch.zeros(1), job.weight),
     "torch.Tensor": lambda job: torch.Tensor(job.weight),
     "a class derived of it": lambda job: _Marked(job.weight),
     "new_tensor": lambda job: torch.zeros(1).new_tensor(job.weight),
@@ -171,11 +173,17 @@ def test_a_read_has_what_functions_have_trained(read: Callable[[Job], torch.Tens
 
 def test_what_a_constructor_makes_of_a_parameter_follows_it(job: Job) -> None:
     made = [torch.Tensor(job.weight), torch.zeros(1).new(job.weight), torch.zeros(1).set_(job.weight)]
+    made += [_assigned(torch.zeros(1), job.weight), _assigned(nn.Parameter(torch.zeros(1)), job.weight.data)]
     job.train()
     assert all(equal(one, job.trained()) for one in made)
     for one in made:
         _fill(one, lambda weight: weight.add_(1))
-    assert equal(job.on_servers(), job.trained() + 3)
+    assert equal(job.on_servers(), job.trained() + 5)
+
+
+def _assigned(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    tensor.data = memory
+    return tensor
 
 
 def test_what_makes_tensors_is_pytorchs_for_who_looks_at_functions(job: Job) -> None:
@@ -194,16 +202,8 @@ def test_what_makes_tensors_is_pytorchs_for_who_looks_at_functions(job: Job) -> 
         assert equal(torch.jit.script(makes_in_script)(x), makes_in_script(x))
     with torch.device("meta"):
         assert torch.tensor(1.0).is_meta
+    assert pickle.loads(pickle.dumps(torch.tensor)) is copy.deepcopy(torch.tensor) is torch.tensor is tensor
     assert type(_Marked([1.0])) is type(pickle.loads(pickle.dumps(_Marked([1.0])))) is _Marked
-
-
-def test_what_reads_tensors_is_pytorchs_again_after_close() -> None:
-    pytorchs = torch.tensor
-    with FakeCluster(workers=1, ps=1) as cluster:
-        job = Job(cluster)
-        assert torch.tensor is not pytorchs
-        job.strategy.close()
-    assert torch.tensor is pytorchs
 
 
 def test_buffers_are_read_as_parameters_are(job: Job) -> None:

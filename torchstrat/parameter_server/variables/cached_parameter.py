@@ -196,6 +196,10 @@ class TensorCall:
         """Let who holds the first of them make it. Another thread may just have made them ordinary tensors."""
         return self.aliases[0].holder.call(self) if self.aliases else self.run()
 
+    def shown_by(self, result: object) -> object:
+        """What may show the memory of tensors that ask from now on, given what the call returned."""
+        return self.args[0] if self.func == _DATA_SET else result
+
     @property
     def uncounted(self) -> list[Alias]:
         """Those that it changes in place without a trace in a tensor's version."""
@@ -437,7 +441,7 @@ def _of(tensor: CachedTensor) -> torch.Tensor:
 def aliases_in(result: object, memory: torch.Tensor) -> Iterator[torch.Tensor]:
     """Tensors in ``result`` that show ``memory`` and do not ask yet."""
     for tensor in tensors_in(result):
-        if type(tensor) is torch.Tensor and _torch_private.share_storage(tensor, memory):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and _torch_private.share_storage(tensor, memory):
             yield tensor
 
 

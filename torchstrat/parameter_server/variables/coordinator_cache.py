@@ -575,7 +575,7 @@ class CachedVariable:
             result = call.run()
             cache.check_unforeseen(copies)
         for copy in copies:
-            copy.watch(result, cache, hands_out=call.hands_out)
+            copy.watch(call.shown_by(result), cache, hands_out=call.hands_out)
         return result
 
     def read(self, alias: Alias) -> None:
