@@ -74,39 +74,6 @@ class FreshMemory:
 
 FRESH = FreshMemory()
 
-_TELL_EVERY_BYTES = 4 << 20
-"""Copying as much takes a millisecond; who is told of it, 0.05."""
-
-
-class AnswerCopies:
-    """The copies of ``count`` tensors that an answer consists of. Whoever waits for much is told as they are made."""
-
-    def __init__(self, memory: AnswerMemory, count: int) -> None:
-        self._memory, self._count = memory, count
-        self._made: dict[int, torch.Tensor] = {}
-        self._first_missing = 0
-        self._left = self._untold = 0
-
-    def begin(self, size: int) -> None:
-        """All that is left to do is to copy ``size`` bytes."""
-        self._left = size
-        if size >= _TELL_EVERY_BYTES:
-            self._memory.written(0)
-
-    def add(self, place: int, tensor: torch.Tensor) -> None:
-        """Number ``place`` of the answer is a copy of ``tensor``."""
-        self._made[place] = self._memory.empty(place, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        while self._first_missing in self._made:
-            self._first_missing += 1
-        self._left -= tensor.nbytes
-        self._untold += tensor.nbytes
-        if self._untold >= _TELL_EVERY_BYTES and self._left > 0:  # otherwise the answer tells
-            self._memory.written(self._first_missing)
-            self._untold = 0
-
-    def values(self) -> list[torch.Tensor]:
-        return [self._made[place] for place in range(self._count)]
-
 
 @dataclass(frozen=True)
 class Handler:

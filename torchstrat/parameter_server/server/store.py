@@ -18,7 +18,7 @@ from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentErr
 from torchstrat.core.memory import check_fits
 from torchstrat.core.optimizers import Places
 from torchstrat.parameter_server import phases
-from torchstrat.parameter_server.interface import FRESH, AnswerCopies, AnswerMemory
+from torchstrat.parameter_server.interface import FRESH, AnswerMemory
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     AppliedPushes,
@@ -45,6 +45,7 @@ from torchstrat.parameter_server.server.optimizer_step import (
 )
 from torchstrat.parameter_server.server.shard_optimizer import RowState
 from torchstrat.parameter_server.server.shards import (
+    AnswerCopies,
     HeldShards,
     HeldVariable,
     apply_edit,

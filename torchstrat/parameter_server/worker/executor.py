@@ -262,7 +262,8 @@ class Executor:
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False
-        self._copies.lookups.rows.begin_function(rested=rested)
+        if (rows := self._copies.lookups.rows).ahead:
+            rows.begin_function(rested=rested)
         with _RunningHere(run), self._context, _Seeded(seed):
             fn, args, kwargs, captured, learned = load()
             seen = set(self._variables(captured))

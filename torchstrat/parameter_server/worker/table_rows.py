@@ -80,7 +80,7 @@ class Rows(NamedTuple):
     values: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Ahead:
     """One request that no lookup has taken yet."""
 
@@ -92,8 +92,8 @@ class _Ahead:
     rows: RowsToCome
     servers: Mapping[int, Peer]
     """Who was asked. After a loss there are others, with other values."""
-    function: int
     size_bytes: int
+    is_of_this_function: bool = True
 
     def is_of(self, ids: torch.Tensor) -> bool:
         given = self.given
@@ -108,21 +108,20 @@ class TableRows:
         self._limit_bytes = limit_bytes
         self._lock = threading.RLock()  # functions may start threads, and backward has some of its own
         self._unique = UniqueIds()
-        self._ahead: list[_Ahead] = []
-        self._function = 0
+        self.ahead: list[_Ahead] = []
 
     def begin_function(self, *, rested: bool) -> None:
-        """``rested``: nothing that was known before may be used any more. Otherwise what was asked for in the function
-        before this one still may."""
+        """Where there is anything `ahead`. ``rested``: nothing that was known before may be used any more. Otherwise
+        what was asked for in the function before this one still may."""
         with self._lock:
-            self._function += 1
-            if self._ahead:
-                self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
+            self.ahead = [] if rested else [one for one in self.ahead if one.is_of_this_function]
+            for one in self.ahead:
+                one.is_of_this_function = False
 
     def forget(self, numbers: Collection[int]) -> None:
         """Of the rows that were asked for, those of these variables: they are gone."""
         with self._lock:
-            self._ahead = [one for one in self._ahead if one.variable not in numbers]
+            self.ahead = [one for one in self.ahead if one.variable not in numbers]
 
     def prefetch(self, spec: VariableSpec, ids: torch.Tensor) -> None:
         """Ask for the rows of these ids, for one later `read`. Does not wait.
@@ -138,11 +137,11 @@ class TableRows:
         size_bytes = len(unique) * math.prod(spec.shape[1:]) * spec.dtype.itemsize
         if not 0 < size_bytes <= self._limit_bytes:
             return
-        while sum(one.size_bytes for one in self._ahead) + size_bytes > self._limit_bytes:
-            del self._ahead[0]
+        while sum(one.size_bytes for one in self.ahead) + size_bytes > self._limit_bytes:
+            del self.ahead[0]
         servers = self._access.servers.peers()
         rows = self._access.start_reading_rows(spec, unique)
-        self._ahead.append(_Ahead(spec.number, given, unique, places, rows, servers, self._function, size_bytes))
+        self.ahead.append(_Ahead(spec.number, given, unique, places, rows, servers, size_bytes))
 
     def read(
         self, spec: VariableSpec, ids: torch.Tensor, *, fresh: bool = False, whole: torch.Tensor | None = None
@@ -165,7 +164,7 @@ class TableRows:
         known = [] if fresh else self._known(spec)
         for one in known:
             if one.is_of(ids):
-                self._ahead.remove(one)
+                self.ahead.remove(one)
                 return Rows(one.ids, one.places, one.rows.wait())
         unique, places = self._unique.of(spec, ids)
         found = [(one, _find(one.ids, unique)) for one in known]
@@ -173,7 +172,7 @@ class TableRows:
         if most is None or not len(most[1].wanted):
             return Rows(unique, places, self._access.read_rows(spec, unique))
         one, common = most
-        self._ahead.remove(one)
+        self.ahead.remove(one)
         rest = self._access.start_reading_rows(spec, unique[common.others])
         values = torch.empty((len(unique), *spec.shape[1:]), dtype=spec.dtype)
         put_rows(values, common.wanted, one.rows.wait().index_select(0, common.there))
@@ -181,11 +180,11 @@ class TableRows:
         return Rows(unique, places, values)
 
     def _known(self, spec: VariableSpec) -> list[_Ahead]:
-        if not self._ahead:
+        if not self.ahead:
             return []
         servers = self._access.servers.peers()
-        self._ahead = [one for one in self._ahead if one.servers == servers]
-        return [one for one in self._ahead if one.variable == spec.number]
+        self.ahead = [one for one in self.ahead if one.servers == servers]
+        return [one for one in self.ahead if one.variable == spec.number]
 
 
 class _Common(NamedTuple):
