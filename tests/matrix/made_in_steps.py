@@ -303,7 +303,69 @@ def _expected_of_found(row: str, column: str, place: str) -> Expected:
     return refused(ReplicaDivergenceError, says, "what was changed before another replica finds it is changed again")
 
 
+BESIDE = "set in the run that makes a member"
+
+
+class _Beside(nn.Module):
+    """Makes a buffer in its second run, and sets a number: where it makes it (a width), or in every run (a rate)."""
+
+    def __init__(self, row: str) -> None:
+        super().__init__()
+        self.row, self.runs = row, 0
+        self.layer = nn.Linear(3, 3).double()
+        self.width, self.rate, self.loss = 1, 1.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.runs > 1 and "gain" not in self._buffers:
+            self.register_buffer("gain", torch.full((3,), 0.5, dtype=torch.float64))
+            self.width = 2 if self.row == "a number of the member, one more" else 3
+        if self.row == "a number that is lowered":
+            self.rate *= 0.9
+        if self.row == "a number that grows":
+            self.rate += 0.5
+        if self.row == "a number that is set anew":
+            self.loss = float(self.runs)
+        y: torch.Tensor = self.layer(x) * self.width * self.rate
+        return y * self.gain if self.runs > 1 else y  # type: ignore[operator]
+
+
+REFUSED = ("a number that is lowered", "a number that grows", "a number of the member, one more")
+NUMBERS = (*REFUSED, "a number that is set anew", "a number of the member")
+
+
+def _check_beside(row: str, place: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = (4, 3, 4) if place == places.TPU else (4, 4, 4)  # for equal numbers a step is recorded once, for all
+    batches = [torch.rand(count, 3, generator=draw, dtype=torch.float64) for count in rows]
+
+    def train(steps: Any, run: Callable[..., Any], model: Any) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in steps:
+            run(partial(_train_once, model, optimizer), args=(batch,))
+        numbers = {name: torch.tensor(float(getattr(model, name))) for name in ("width", "rate", "loss")}
+        return {**model.state_dict(), **numbers}
+
+    torch.manual_seed(3)
+    plain = train(batches, lambda step, args: step(*args), _Beside(row))
+    with places.opened(place) as strategy:
+        torch.manual_seed(3)
+        with strategy.scope():
+            model = _Beside(row)
+        assert_close(train(strategy.distribute_dataset(batches), strategy.run, model), plain, 1e-12)
+
+
+def _expected_beside(row: str, place: str) -> Expected:
+    if (place in places.IN_PROCESS or place == places.TPU) and row in REFUSED:
+        says = "replica 0 has changed '(rate|width)' of _Beside from .* replica 1 (found|was left).*strategy.scope"
+        return refused(ReplicaDivergenceError, says, "whether each replica changes it is seen when it has")
+    return RIGHT
+
+
 def cells() -> Iterator[Cell]:
+    for row in NUMBERS:
+        for place in PLACES:
+            yield Cell(row, BESIDE, place, partial(_check_beside, row, place), _expected_beside(row, place))
     for row in FOUND:
         for column in (one + when for one in (AFTER, AT_ONCE, TWICE) for when in ("", LATER)):
             for place in PLACES:
@@ -336,6 +398,11 @@ FAULTS = (
         "what has been changed before others find it is changed again",
         switched_off(Components, "refuse_changes_of_made", lambda self, *, at_end: None),
         (f"a buffer | {AT_ONCE} | mirrored x2", f"an AveragedModel | {TWICE} | mirrored x2"),
+    ),
+    PlantedFault(
+        "a number that has been told with a member, or has not, counts as it is",
+        switched_off(ComponentAttributes, "refuse_other_numbers", lambda self: None),
+        (f"a number that is lowered | {BESIDE} | mirrored x2", f"{REFUSED[2]} | {BESIDE} | mirrored x2"),
     ),
     PlantedFault(
         "nobody counts by how many tensors a buffer was replaced",

@@ -35,6 +35,7 @@ from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.core.reachable import is_made
 from torchstrat.replicas import optimizer_state
+from torchstrat.replicas.in_process.told_attributes import SHARED, NumberOfMaker, tell
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
 from torchstrat.replicas.state import SEQUENCES, is_container, private_value, reference_of_entry, trace
 
@@ -148,7 +149,6 @@ def _memory(value: object) -> int | None:
 _MOST_MEMBERS = 1_000
 """Of a container: longer ones hold data, which replicas share."""
 
-_SHARED = frozenset(vars(nn.Module())) - {"training"}
 _set_attributes = object.__setattr__  # a module's own asks whether it is given a parameter, a child, a buffer
 
 
@@ -160,6 +160,7 @@ class ComponentAttributes:
         self._attributes: dict[int, list[_Attributes]] = {}
         self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
         self._makers: set[int] = set()  # ids of modules of which this turn has made members
+        self._numbers: list[NumberOfMaker] = []
         self._replicas: list[int] = []
         self._vectors: Container[int] = ()
         self._owners: dict[int, int] = {}  # by the places of modules that were made in the run
@@ -174,7 +175,7 @@ class ComponentAttributes:
     def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
         of tensors that are buffers, or share memory with variables, and change hands with these."""
-        self._makers, self._before, self._modules, self._owners = set(), None, [], {}
+        self._makers, self._before, self._modules, self._owners, self._numbers = set(), None, [], {}, []
         self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
         self._hooks.begin(self._modules)
         self._take(modules, replicas[0])
@@ -243,9 +244,17 @@ class ComponentAttributes:
             for index, (module, attributes) in enumerate(zip(self._modules, own, strict=False)):
                 children = attributes.get("_modules", {}).values()
                 is_maker = id(module) in makers or any(one is not None and id(one) not in known for one in children)
-                for other in self._attributes.values():
+                for key, other in self._attributes.items():
                     if other is not own:
-                        _tell(other[index], attributes, is_maker=is_maker)
+                        numbers = tell(other[index], attributes, is_maker=is_maker)
+                        self._numbers += [
+                            NumberOfMaker(type(module), other[index], replica, key, *one) for one in numbers
+                        ]
+
+    def refuse_other_numbers(self) -> None:
+        """While all replicas stand still."""
+        for number in self._numbers:
+            number.refuse_other_meaning()
 
     def install(self, replica: int) -> None:
         for module, attributes in zip(self._modules, self._attributes.get(replica, ()), strict=False):
@@ -344,7 +353,7 @@ def _look_at(module: object, attributes: _Attributes) -> tuple[list[str], list[o
         return names, data
     for name, value in attributes.items():
         role = _role_of(type(value))
-        if role == _COPIED and name not in _SHARED and _is_small(value):
+        if role == _COPIED and name not in SHARED and _is_small(value):
             names.append(name)
         elif role == _DATA:
             data.append(value)
@@ -371,23 +380,6 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and not value.requires_grad and not value.is_inference()
     return len(value) <= _MOST_MEMBERS
-
-
-def _tell(others: _Attributes, own: _Attributes, *, is_maker: bool) -> None:
-    """Give another replica what one has set: all that is new or has become a member, and other plain values. Numbers
-    only of what has made members, and not what it has counted: the other one lowers rates and counts, too."""
-    for name, value in own.items():
-        if name in _SHARED or others.get(name, own) is value:
-            continue
-        if name in others and type(value) in (int, float):
-            is_count = type(value) is type(others[name]) is int and value == others[name] + 1
-            if is_count or not is_maker:
-                continue
-        if name not in others or isinstance(value, bool | int | float | str | type(None)):
-            others[name] = value
-    members = [own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
-    for name in [name for name in others if name not in own and any(name in kind for kind in members)]:
-        del others[name]  # ``self.weight = None``, which a parameter has taken the place of
 
 
 class ComponentHelpers:

@@ -565,6 +565,7 @@ class Components:
     def refuse_changes_of_made(self, *, at_end: bool) -> None:
         """While all replicas stand still: where what one has made in this run was changed by others otherwise.
         ``at_end``: of the run; else it goes on."""
+        self._attributes.refuse_other_numbers()
         self.buffers.refuse_changes_of_made(looks_at_values=at_end)
         refuse_changes_of(self._made, self._replicas, self._registry.describe)
 

@@ -230,7 +230,7 @@ class Passes:
         ]
         self._members.begin()
         try:
-            returned = self._baton.run(main, begin=self._begin, end=lambda _: self._end())
+            returned = self._baton.run(main, begin=self._begin, end=self._end)
         finally:
             self._members.end()
             for handle in handles:
@@ -245,10 +245,12 @@ class Passes:
         with explaining():
             self._values.agree()
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
         self._switch(None)
         self._helpers.end()
         self._settings.end()
+        if error is None:
+            self._attributes.refuse_other_numbers()
 
     def meet(self, call: str, payload: Payload, combine: Combine[Payload, Result]) -> Result:
         """See `Baton.meet`."""
