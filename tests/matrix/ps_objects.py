@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torchstrat as ts
-from tests.matrix import on_servers, ps_after_steps, ps_held_state, ps_views
+from tests.matrix import on_servers, ps_after_steps, ps_attributes, ps_held_state, ps_views
 from tests.matrix.own_optimizers import Own
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused, switched_off
 from torchstrat.errors import UnsupportedError
@@ -29,6 +29,7 @@ from torchstrat.parameter_server.variables import (
     cached_parameter,
     cached_state,
     optimizer_state,
+    program_state,
 )
 from torchstrat.parameter_server.worker import push, stepped_optimizers
 from torchstrat.parameter_server.worker.gradients import LeftGradients
@@ -381,6 +382,7 @@ ROWS: Mapping[str, Mapping[str, Program]] = {
         **{f"trace, {use.__name__[1:]}": partial(_in_script, use=use, is_traced=True) for use in (_called, _saved)},
     },
     **ps_after_steps.ROWS,
+    **ps_attributes.ROWS,
     **ps_held_state.ROWS,
     **ps_views.ROWS,
 }
@@ -497,6 +499,11 @@ FAULTS = [
         "what functions make of optimizer state is in other tensors",
         switched_off(cached_state.CachedState, "can_take", lambda self, tensor, value: False),
         _at(ps_held_state.ROW, "read", "given to load_state_dict"),
+    ),
+    PlantedFault(
+        "what is set on variables stays on the coordinator",
+        switched_off(program_state.CapturedVariables, "tensors", lambda self: iter(())),
+        _at(ps_attributes.ROW, *list(ps_attributes.ROWS[ps_attributes.ROW])[:3], "read by steps, set anew"),
     ),
     PlantedFault(
         "tensors of optimizer state ask nobody",

@@ -498,7 +498,7 @@ class Job:
         modes |= {token: module.training for token, module in modules}
         own = [one for one in self.optimizers() if not is_listed(type(one))]
         optimizers = [(token, one) for one in own if (token := token_of(one)) is not None]
-        modes |= self._attributes.changed([*modules, *optimizers])
+        modes |= self._attributes.changed([*modules, *optimizers, *self.variables.tensors()])
         modes[dispatch.DEFAULT_DTYPE] = torch.get_default_dtype()
         modes[dispatch.AGGREGATIONS] = self.variables.aggregations()
         modes[dispatch.SHARED] = dict(self.variables.shared)

@@ -145,8 +145,8 @@ class SetAttribute(NamedTuple):
 
 
 SetAttributes: TypeAlias = Mapping[str | tuple[int, str], SetAttribute]
-"""What the program has set on a module or an optimizer since that was sent, by name; on one of its classes, by the
-class's place among them (``__mro__``) and name."""
+"""What the program has set on a module or an optimizer since that was sent, or on a variable at all, by name; on one of
+its classes, by the class's place among them (``__mro__``) and name."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ class OptimizerStep:
     ``options``: the hyperparameters of each parameter group, in force at this step (everything in the group but
     ``params``). ``dense``: gradients of whole shards. ``rows``: (local row ids ``(n,)`` int64, sorted and unique;
     gradients ``(n, …)``) of tables. ``attributes``: what the program has set on an optimizer of a class of its own, by
-    name with the moment at which it was set. ``wrapped``: None of an optimizer that wraps none. ``reuses``: a gradient
-    is the tensor that an earlier step has had, changed in place. ``keeps_result``: the function reads what the step
-    returns.
+    name with the moment at which it was set, and ``tags`` on its variables, by their numbers. ``wrapped``: None of an
+    optimizer that wraps none. ``reuses``: a gradient is the tensor that an earlier step has had, changed in place.
+    ``keeps_result``: the function reads what the step returns.
     """
 
     optimizer: int
@@ -176,6 +176,7 @@ class OptimizerStep:
     dense: tuple[tuple[ShardKey, torch.Tensor], ...] = ()
     rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
     attributes: SetAttributes = field(default_factory=dict)
+    tags: Mapping[int, SetAttributes] = field(default_factory=dict)
     wrapped: Wrapped | None = None
     reuses: bool = False
     keeps_result: bool = False

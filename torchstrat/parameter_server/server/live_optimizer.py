@@ -34,6 +34,7 @@ from torchstrat.parameter_server.variables.attributes import (
     may_be_copied,
     names_of,
     put,
+    put_own,
 )
 
 StepsHaveSet = tuple[list[dict[str, object]], list[dict[str, object]]]
@@ -270,6 +271,7 @@ class LiveOptimizer:
         self._take_options(_options_of(step))
         keyed = list(self._keyed(groups))
         for key, parameter in keyed:
+            put_own(parameter, step.tags.get(key[0], {}))
             parameter.data = shards.changing(key)
             parameter.grad = gradients.get(key)
             if parameter.grad is not None:

@@ -49,6 +49,7 @@ from torchstrat.parameter_server.server.shard_optimizer import (
 )
 from torchstrat.parameter_server.server.shards import Gradient, HeldShards, HeldVariable, check_rows, describe_optimizer
 from torchstrat.parameter_server.server.snapshot import MORE_SERVERS
+from torchstrat.parameter_server.variables.attributes import put_own
 from torchstrat.parameter_server.variables.deferred_init import replay
 from torchstrat.parameter_server.variables.edits import put_rows
 
@@ -375,14 +376,16 @@ class HeldOptimizer:
             needed = sum(entry.bytes_for(table.shape[0]) for entry in learned.values())
             check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}", MORE_SERVERS)
 
-    def _parameter(self, key: ShardKey, value: torch.Tensor) -> torch.Tensor:
+    def _parameter(self, key: ShardKey, value: torch.Tensor, step: OptimizerStep) -> torch.Tensor:
         parameter = torch.nn.Parameter(value)
         if self.optimizer.tags:
             vars(parameter).update(self.optimizer.tags.get(self._place_of[key[0]], {}))
+        if step.tags:
+            put_own(parameter, step.tags.get(key[0], {}))
         return parameter
 
     def _whole(self, key: ShardKey, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards) -> _Part:
-        parameter = self._parameter(key, shards.changing(key))
+        parameter = self._parameter(key, shards.changing(key), step)
         parameter.grad = gradient
         state = shards.changing_state(key, self.number)
         if state is None:
@@ -392,7 +395,7 @@ class HeldOptimizer:
     def _rows(
         self, key: ShardKey, ids: torch.Tensor, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
     ) -> _Part:
-        parameter = self._parameter(key, shards.tensor(key).index_select(0, ids))
+        parameter = self._parameter(key, shards.tensor(key).index_select(0, ids), step)
         sparse = self.kind.gradients is Gradients.SPARSE
         parameter.grad = sparse_rows(torch.arange(len(ids)), gradient, len(ids)) if sparse else gradient
         learned = shards.row_state(key, self.number) or {}

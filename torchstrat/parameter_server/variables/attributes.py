@@ -39,7 +39,9 @@ from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.cached_parameter import Alias, TensorCall, let_ask
 
 ATTRIBUTES = "attributes"
-"""Of the settings' keys: (this, token of a module or an optimizer) → `SetAttributes`."""
+"""Of the settings' keys: (this, token of a module, an optimizer or a variable) → `SetAttributes`."""
+
+Owner = nn.Module | Optimizer | torch.Tensor
 
 _SET_BY_SCHEDULERS = ("step", "_opt_called")
 _DEPTH, _MOST_PARTS = 3, 100
@@ -53,13 +55,15 @@ def of_every_optimizer() -> frozenset[str]:
         return frozenset((*vars(Optimizer([torch.empty(0)], {})), *_SET_BY_SCHEDULERS))
 
 
-def names_of(object_: nn.Module | Optimizer) -> list[str]:
-    """Attributes that are not those of every module or optimizer."""
+def names_of(object_: Owner) -> list[str]:
+    """Attributes that are not those of every module or optimizer. All of a tensor's are the program's."""
+    if isinstance(object_, torch.Tensor):
+        return list(object_.__dict__)
     usual = _OF_EVERY_MODULE if isinstance(object_, nn.Module) else of_every_optimizer()
     return [name for name in object_.__dict__ if name not in usual]
 
 
-def fixed_attributes(object_: nn.Module | Optimizer) -> dict[str, object]:
+def fixed_attributes(object_: Owner) -> dict[str, object]:
     """Those of its attributes that are numbers, strings, or tuples of such."""
     members = object_.__dict__
     return {name: members[name] for name in names_of(object_) if is_fixed(members[name])}
@@ -95,14 +99,14 @@ def may_be_copied(value: Any, depth: int = 3) -> bool:
 
 
 class _Known(NamedTuple):
-    owner: weakref.ref[nn.Module | Optimizer]
+    owner: weakref.ref[Owner]
     size: int
     """Of its dictionary."""
     values_of: Callable[[dict[str, object]], object]
 
 
 class PlainAttributes:
-    """Of the coordinator's modules and optimizers. ``shown_by``: the variable whose memory a tensor shows."""
+    """Of the coordinator's modules, optimizers and variables. ``shown_by``: the variable that a tensor shows."""
 
     def __init__(
         self, shown_by: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None, *, watches_derived: bool = True
@@ -111,13 +115,11 @@ class PlainAttributes:
         self._watches_derived = watches_derived
         self._known: dict[int, _Known] = {}
         # By identity: a variable in shards is a module, and compares as its values do.
-        self._sent: MutableMapping[nn.Module | Optimizer, dict[str, object]] = WeakIdKeyDictionary()
-        self._set: MutableMapping[nn.Module | Optimizer, dict[str | tuple[int, str], SetAttribute]] = (
-            WeakIdKeyDictionary()
-        )
+        self._sent: MutableMapping[Owner, dict[str, object]] = WeakIdKeyDictionary()
+        self._set: MutableMapping[Owner, dict[str | tuple[int, str], SetAttribute]] = WeakIdKeyDictionary()
         self._has_warned = False
 
-    def mark(self, owner: nn.Module | Optimizer) -> object:
+    def mark(self, owner: Owner) -> object:
         """Equal marks of an object: nothing was set. Every call of `schedule` asks for that of every module."""
         members = owner.__dict__
         known = self._known.get(id(owner))
@@ -131,7 +133,7 @@ class PlainAttributes:
             return None  # it has none
         return values if are_atoms(map(type, values)) else tuple([mark_of(value) for value in values])
 
-    def _look_at(self, owner: nn.Module | Optimizer) -> _Known:
+    def _look_at(self, owner: Owner) -> _Known:
         key, known = id(owner), self._known
         reference = weakref.ref(owner, lambda _: known.pop(key, None))
         always_there = next(iter(vars(owner)))  # with it there are two, or none of the object's own
@@ -139,19 +141,24 @@ class PlainAttributes:
         found = known[key] = _Known(reference, len(vars(owner)), values_of)
         return found
 
-    def note(self, owner: nn.Module | Optimizer) -> None:
+    def note(self, owner: Owner) -> None:
         """It is sent now."""
         if owner not in self._sent:
             _note_classes(owner)
             self._watch_derived(owner)
             self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
 
-    def changed(self, owners: Iterable[tuple[Token, nn.Module | Optimizer]]) -> Mapping[Token, SetAttributes]:
-        """What was set since each of these objects, with their tokens, was here first: that is when it was sent."""
+    def changed(self, owners: Iterable[tuple[Token, Owner]]) -> Mapping[Token, SetAttributes]:
+        """What was set since each of these objects, with their tokens, was here first: that is when it was sent. Of
+        variables, which are sent without, all that was set."""
         found: dict[Token, SetAttributes] = {}
         _look_at_classes()
         for token, owner in owners:
             sent = self._sent.get(owner)
+            if isinstance(owner, torch.Tensor):
+                if sent is None and not owner.__dict__:
+                    continue
+                sent = self._sent.setdefault(owner, {})
             if sent is None:
                 self.note(owner)
                 continue
@@ -168,7 +175,7 @@ class PlainAttributes:
                     self._set.get(owner, {}).pop(name, None)
                     if not (_is_worked_out(owner, value) or self._follows(value, before)):
                         self._warn(owner, name)
-            if isinstance(owner, nn.Module):
+            if isinstance(owner, nn.Module | torch.Tensor):
                 for name in sent.keys() - vars(owner).keys():
                     del sent[name]
                     self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), Gone.GONE)
@@ -185,7 +192,7 @@ class PlainAttributes:
         is_as_it_was = isinstance(before, tuple) and before[0] == id(value)
         return is_as_it_was and isinstance(value, torch.Tensor) and self._shown_by(value) is not None
 
-    def _watch_derived(self, owner: nn.Module | Optimizer) -> None:
+    def _watch_derived(self, owner: Owner) -> None:
         if self._watches_derived and isinstance(owner, nn.Module) and hooks_before_forward(owner):
             for name in names_of(owner):
                 _watch_derived(owner, name)
@@ -200,16 +207,18 @@ class PlainAttributes:
                 _put(members, name, value)
                 sent[name] = _kept(members[name])
 
-    def _warn(self, owner: nn.Module | Optimizer, name: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"attribute {name!r} of a {type(owner).__name__} was set, or changed in place, on the coordinator "
-                "after it had been sent to the other tasks. Numbers, strings and tuples of such follow where they are "
-                "set; this is none, and they keep what they have. Give it to the function as an argument, or set it in "
-                "the function. (Further ones are not warned of.)",
-                stacklevel=2,
-            )
+    def _warn(self, owner: Owner, name: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        kind = "variable" if isinstance(owner, torch.Tensor) else type(owner).__name__
+        sent = "" if isinstance(owner, torch.Tensor) else "after it had been sent to the other tasks"
+        warnings.warn(
+            f"attribute {name!r} of a {kind} was set, or changed in place, on the coordinator {sent}. Numbers, strings "
+            "and tuples of such follow where they are set; this is none, and the other tasks keep what they have. Give "
+            "it to the function as an argument, or set it in the function. (Further ones are not warned of.)",
+            stacklevel=2,
+        )
 
 
 def _put(members: dict[str, Any], name: str, value: Any) -> None:
@@ -224,7 +233,7 @@ def _put(members: dict[str, Any], name: str, value: Any) -> None:
         members[name] = value
 
 
-def _is_worked_out(owner: nn.Module | Optimizer, value: object) -> bool:
+def _is_worked_out(owner: Owner, value: object) -> bool:
     """Whether it is what a hook makes anew in each forward pass, as pruning and older reparametrizations do."""
     return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(hooks_before_forward(owner))
 
@@ -375,6 +384,15 @@ def put(owner: object, attributes: SetAttributes) -> Iterator[tuple[str, SetAttr
         if moment < one.moment:
             taken[name] = one.moment, before
             _set(kind, name, one.value)
+
+
+def put_own(owner: object, attributes: SetAttributes) -> None:
+    """The same, and set on ``owner``, past its class, what is its own."""
+    for name, one in put(owner, attributes):
+        if one.value is Gone.GONE:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = one.value
 
 
 def put_back() -> None:

@@ -182,6 +182,13 @@ class CapturedVariables:
             if tensor is not None:
                 yield self._specs[number], tensor
 
+    def tensors(self) -> Iterator[tuple[Token, torch.Tensor]]:
+        """Every variable that the program still has, by its token."""
+        for spec in self.specs():
+            tensor = self.tensor(spec.number)
+            if tensor is not None:
+                yield token_of_spec(spec), tensor
+
     def specs_under(self, modules: Iterable[nn.Module]) -> list[VariableSpec]:
         """The variables of these modules and their children, each once."""
         found: dict[int, VariableSpec] = {}
@@ -427,17 +434,22 @@ class CapturedVariables:
         rules = self._registry.buffer_rules.changes
         return len(self._specs), len(self._numbers), len(self._to_create), rules, self._growths
 
-    def states(self) -> list[object]:
-        """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
+    def states(self, mark: Callable[[torch.Tensor], object]) -> list[object]:
+        """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped.
+        ``mark``: of one on which the program has set something."""
         found: list[object] = []
         with DisableTorchFunctionSubclass():
             for reference in self._parameters.values():
                 tensor = reference()
                 found += (None, None) if tensor is None else (version_of(tensor), tensor.requires_grad)
+                if tensor is not None and tensor.__dict__:
+                    found.append(mark(tensor))
             for number, slots in self._buffers.items():
                 tensor = slots[0].tensor if len(slots) == 1 else self._slot(number).tensor
                 is_known = self._cache.tensor(number) is tensor
                 found += (None, None) if tensor is None else (version_of(tensor), is_known)
+                if tensor is not None and tensor.__dict__:
+                    found.append(mark(tensor))
         return found
 
     def has_traceless_changes(self) -> bool:
@@ -523,7 +535,7 @@ class Reading:
             self.marks += map(attributes.mark, modules)
             self.marks += structure.mark()
             self.marks += marks_of_classes()
-            self.marks += variables.states()
+            self.marks += variables.states(attributes.mark)
             self._is_comparable = not variables.has_traceless_changes()
             optimizers = registry.optimizers()
             self.marks += marks_of_hooks(optimizers)

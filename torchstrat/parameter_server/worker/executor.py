@@ -20,7 +20,7 @@ from torchstrat.core.errors import ContextError, NotSendableError, OutOfRangeErr
 from torchstrat.core.randomness import state_of
 from torchstrat.parameter_server.dispatch import Raised, Report
 from torchstrat.parameter_server.interface import Endpoint, Peer
-from torchstrat.parameter_server.messages import SetAttributes
+from torchstrat.parameter_server.messages import SetAttributes, Token
 from torchstrat.parameter_server.server.deduplication import EarlierRuns
 from torchstrat.parameter_server.transport.requests import pack
 from torchstrat.parameter_server.variables.remote_access import ServerGroup
@@ -229,7 +229,7 @@ class Executor:
         copies: Copies,
         left: LeftGradients,
         number_of: Callable[[Optimizer], int | None],
-        attributes_of: Callable[[int], SetAttributes],
+        attributes_of: Callable[[Token], SetAttributes],
         is_captured: Callable[[object], bool],
     ) -> None:
         self._left = left

@@ -45,9 +45,11 @@ from torchstrat.parameter_server.messages import (
     SetAttributes,
     ShardKey,
     StateOfShard,
+    Token,
     VariableSpec,
     Wrapped,
 )
+from torchstrat.parameter_server.serialization.captured_objects import token_of_spec
 from torchstrat.parameter_server.variables.attributes import marks_of_tensors
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
@@ -187,7 +189,7 @@ class RemoteSteps:
 
     Args:
         number_of: the job's number of an optimizer, None for one that it does not know.
-        attributes_of: what the program has set on the optimizer with a number.
+        attributes_of: what the program has set on the optimizer, or the variable, with a token.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class RemoteSteps:
         access: VariableAccess,
         number_of: Callable[[Optimizer], int | None],
         left: LeftGradients,
-        attributes_of: Callable[[int], SetAttributes],
+        attributes_of: Callable[[Token], SetAttributes],
     ) -> None:
         self._copies = copies
         self._access = access
@@ -380,13 +382,14 @@ class RemoteSteps:
         parts, others = edits_by_server(self._copies.take_edits()), self._discards(cleared)
         if not step.found_inf:
             options = tuple(map(hyperparameters, optimizer.param_groups))
-            attributes = self._attributes_of(number)
+            attributes = self._attributes_of(("helper", number))
             wrapped = None if is_listed(type(optimizer)) else self._wrapped_by(optimizer)
+            tags = {} if is_listed(type(optimizer)) else self._tags_of(optimizer)
             for server in step.servers:
                 dense, rows = step.shards.of(server)
                 made = parts if server in step.changes or server in parts else others
                 made.setdefault(server, {})["steps"] = (
-                    OptimizerStep(number, options, dense, rows, attributes, wrapped, step.reuses, keeps_result),
+                    OptimizerStep(number, options, dense, rows, attributes, tags, wrapped, step.reuses, keeps_result),
                 )
         if is_listed(type(optimizer)):
             self._copies.note_stepped(step.stepped)
@@ -407,8 +410,13 @@ class RemoteSteps:
                     "its own groups. Put the parameter into both."
                 )
         groups, places = groups_with_wrapped(optimizer)
-        attributes = [{} if number is None else self._attributes_of(number) for number in numbers]
+        attributes = [{} if number is None else self._attributes_of(("helper", number)) for number in numbers]
         return Wrapped(places, tuple(map(hyperparameters, groups[len(own) :])), tuple(attributes))
+
+    def _tags_of(self, optimizer: Optimizer) -> dict[int, SetAttributes]:
+        specs = [spec for tensor in stepped_by(optimizer) if (spec := self._copies.spec_of(tensor)) is not None]
+        found = {spec.number: self._attributes_of(token_of_spec(spec)) for spec in specs}
+        return {number: attributes for number, attributes in found.items() if attributes}
 
     def finish(self, taken: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The function has ended: what it has changed besides, and what it leaves to the next step of any goes to the

@@ -40,12 +40,12 @@ from torchstrat.parameter_server.dispatch import (
     Modes,
     Options,
 )
-from torchstrat.parameter_server.messages import Gone, SetAttributes, Token
+from torchstrat.parameter_server.messages import SetAttributes, Token
 from torchstrat.parameter_server.serialization.functions import unpack
 from torchstrat.parameter_server.serialization.object_table import World
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
-from torchstrat.parameter_server.variables.attributes import ATTRIBUTES, fixed_attributes, put
+from torchstrat.parameter_server.variables.attributes import ATTRIBUTES, fixed_attributes, put_own
 from torchstrat.parameter_server.variables.module_structure import MEMBERS, STEP_HOOKS, Members
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.stepped_optimizers import StepGroup
@@ -140,9 +140,10 @@ class Settings:
         for kept in (self._groups, self._optimizers, self._own_attributes):
             kept.pop(optimizer, None)
 
-    def attributes_of(self, optimizer: int) -> SetAttributes:
-        """What the program has set on an optimizer of a class of its own, as of the function that runs."""
-        return self._attributes.get(("helper", optimizer), {})
+    def attributes_of(self, token: Token) -> SetAttributes:
+        """What the program has set on an optimizer of a class of its own, or on a variable, as of the function that
+        runs."""
+        return self._attributes.get(token, {})
 
     def _set_attributes(self, token: Token, values: SetAttributes) -> None:
         """What was set on the coordinator since the last time. What a function sets on a module is this worker's own
@@ -150,11 +151,7 @@ class Settings:
         if self._attributes.get(token) != values and self._world.knows(token):
             self._attributes[token] = values
             owner = self._world.resolve(token)
-            for name, one in put(owner, values):
-                if one.value is Gone.GONE:
-                    vars(owner).pop(name, None)
-                else:
-                    vars(owner)[name] = one.value
+            put_own(owner, values)
             if isinstance(owner, Optimizer):
                 self._own_attributes[token[1]] = fixed_attributes(owner)
 
