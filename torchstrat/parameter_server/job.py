@@ -46,7 +46,7 @@ from torchstrat.parameter_server.serialization.captured_objects import Catalog, 
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.variables.attributes import PlainAttributes
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.coordinator_state import CacheServers, CoordinatorState, CoordinatorSteps
+from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState, CoordinatorSteps
 from torchstrat.parameter_server.variables.deferred_init import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure, StepHooks
 from torchstrat.parameter_server.variables.optimizer_state import (
@@ -100,7 +100,7 @@ class Job:
         self.placement = Placement(num_servers, partitioner)
         self.kinds = kinds or Kinds()
         self.lifetimes = Lifetimes()
-        self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
+        self.cache = CoordinatorCache(self.access, lambda: self.seed, timeout_seconds)
         own = self.variables = CapturedVariables(registry, self.placement, self.kinds, self.cache, self.lifetimes.died)
         self.catalog = Catalog(registry, own.spec_of, self.lifetimes, own.at, own.shown_by)
         self.first_function = 0  # numbers below were used by an earlier coordinator of the same servers

@@ -15,19 +15,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 
 if TYPE_CHECKING:
-    import torch
-
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
     from torchstrat.checkpoint.remote import Servers
     from torchstrat.parameter_server.dispatcher import Dispatcher
     from torchstrat.parameter_server.job import Job
-    from torchstrat.parameter_server.messages import EditOp, VariableSpec
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
@@ -219,23 +216,6 @@ def _not_brought_back(loss: ParameterServerUnavailable, error: Exception) -> Par
         f"back: {error}",
         loss.task,
     )
-
-
-class CoordinatorAccess:
-    """How the coordinator's `ts.Variable` reach the servers, through losses of them: what is read is read again after a
-    restore, what is changed goes with the rest. See `VariableAccess`."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        return self._job.servers.asking(lambda: self._job.access.read(specs))
-
-    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        return self._job.servers.asking(lambda: self._job.access.read_rows(spec, ids))
-
-    def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        self._job.servers.telling(lambda: self._job.access.edit(spec, op, value, rows))
 
 
 def require_kinds(manager: object, checkpoint: object) -> None:

@@ -23,7 +23,6 @@ from torchstrat.core.variable.storage import Cell, Storage, VariableHome, Variab
 from torchstrat.core.variable.variable import Variable, storage_of
 from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.server_loss import CoordinatorAccess
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
@@ -289,7 +288,7 @@ class CoordinatorHome(ServerHome):
             name, initial.shape, initial.dtype, "variable", with_variable=beside, may_split=False
         )
         job.add_variable(spec, initial)
-        access = CoordinatorAccess(job)
+        access = job.access
         return RemoteStorage(spec, lambda: access)
 
     def made(self, variable: Any) -> None:

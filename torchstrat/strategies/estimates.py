@@ -29,7 +29,6 @@ from torchstrat.core.ftrl import Ftrl
 from torchstrat.core.memory import Copies, Holding, Sizes, copies_in_one_process, copies_in_processes, state_bytes_for
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.partitioners import MinSizePartitioner
-from torchstrat.parameter_server.variables.cached_parameter import NoServers
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement
@@ -269,7 +268,7 @@ def rows_on_servers(
 ) -> Iterator[Row]:
     """Of tables that travel by rows, as many rows as ``batch`` reads; none where there is no batch."""
     variables = CapturedVariables(
-        program.registry, Placement(ps, partitioner), Kinds(), CoordinatorCache(NoServers(), timeout_seconds=0)
+        program.registry, Placement(ps, partitioner), Kinds(), CoordinatorCache(None, lambda: 0, timeout_seconds=0)
     )
     variables.place_new()
     forward = program.forward(batch, 1)

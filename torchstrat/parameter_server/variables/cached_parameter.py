@@ -17,7 +17,7 @@ import math
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Protocol, cast
@@ -32,7 +32,7 @@ from torchstrat.core._torch_private import DisableTorchFunctionSubclass, sparse_
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, asking_class, class_behind, tensors_in
-from torchstrat.parameter_server.messages import InitialOp, VariableSpec
+from torchstrat.parameter_server.messages import VariableSpec
 
 Moment = tuple[int, int]
 """How many functions have been scheduled, and how many of them had not ended."""
@@ -61,48 +61,6 @@ class NoFunctions:
 
     def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-class Servers(Protocol):
-    """Where the values are."""
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
-
-    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of these ids, which are sorted, unique and in range."""
-
-    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None: ...
-
-    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """``value`` is that of these rows (``(n,)`` int64; None: of all)."""
-
-    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
-        """The servers do this to their values."""
-
-    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
-        """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
-
-
-class NoServers:
-    """Where variables are only planned."""
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        raise AssertionError("there are no servers to read from")
-
-    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("there are no servers to read from")
-
-    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
-        raise AssertionError("there are no servers to write to")
-
-    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-        raise AssertionError("there are no servers to write to")
-
-    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
-        raise AssertionError("there are no servers to write to")
-
-    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
-        return call()
 
 
 GRAD: types.GetSetDescriptorType = inspect.getattr_static(torch.Tensor, "grad")

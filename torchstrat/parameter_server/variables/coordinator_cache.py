@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -34,7 +34,6 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     Functions,
     Moment,
     NoFunctions,
-    Servers,
     TensorCall,
     alias_of,
     aliases_in,
@@ -50,6 +49,7 @@ from torchstrat.parameter_server.variables.cached_parameter import (
     require_own_memory,
 )
 from torchstrat.parameter_server.variables.deferred_init import carry_initialisers, repeated_on_servers
+from torchstrat.parameter_server.variables.remote_access import VariableAccess, VariableEdit
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
 """``off`` in the environment: the coordinator's tensors are ordinary ones, with the values that were last pulled."""
@@ -58,11 +58,11 @@ _LEAST_AHEAD_BYTES, _MOST_AHEAD_BYTES = 1 << 20, 64 << 20
 
 
 class CoordinatorCache:
-    """All copies of one job. For any thread."""
+    """All copies of one job. For any thread. ``access``: None where variables are only planned. ``seed``: the job's."""
 
-    def __init__(self, servers: Servers, timeout_seconds: float) -> None:
+    def __init__(self, access: VariableAccess | None, seed: Callable[[], int], timeout_seconds: float) -> None:
         self.functions: Functions = NoFunctions()
-        self._servers = servers
+        self._maybe_access, self._seed, self._repeated = access, seed, 0
         self._timeout_seconds = timeout_seconds
         self._copies: dict[int, CachedVariable] = {}
         self._handed_out: dict[int, CachedVariable] = {}
@@ -73,6 +73,15 @@ class CoordinatorCache:
         # When, and how many bytes, the last read brought that nobody had asked for.
         self._ahead: tuple[Moment, int] = ((-1, 0), 0)
         self._end_asking: weakref.finalize[[], CoordinatorCache] | None = None
+
+    @property
+    def _access(self) -> VariableAccess:
+        assert self._maybe_access is not None
+        return self._maybe_access
+
+    def _attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
+        """Through losses of servers, as all calls of the coordinator; see `OnServerLoss`."""
+        return self._access.servers.attempt(call, after_restore)
 
     # -- which there are --------------------------------------------------------------------------------------------
 
@@ -109,8 +118,8 @@ class CoordinatorCache:
         """The variable is no longer one of the servers', or another tensor stands for it: an ordinary tensor again."""
         copy = self._copies.pop(number, None)
         self._handed_out.pop(number, None)
-        if copy is not None:
-            copy.release()
+        if copy is not None and (tensor := copy.tensor()) is not None:
+            let_alone(tensor)
 
     def close(self, *, brings: bool) -> None:
         """All are ordinary tensors again, with the servers' values, as far as these are here or ``brings`` has them
@@ -166,7 +175,7 @@ class CoordinatorCache:
     def _read(self, copies: Sequence[CachedVariable]) -> None:
         read_at = self.now()
         held = [(copy, tensor) for copy in copies if (tensor := copy.tensor()) is not None]  # nobody drops them now
-        for (copy, tensor), value in zip(held, self._servers.read([copy.spec for copy, _ in held]), strict=True):
+        for (copy, tensor), value in zip(held, self._access.read([copy.spec for copy, _ in held]), strict=True):
             self._store(copy, tensor, value, read_at)
 
     def _store(self, copy: CachedVariable, tensor: torch.Tensor, value: torch.Tensor, read_at: Moment) -> None:
@@ -182,15 +191,13 @@ class CoordinatorCache:
     def bring(self, copies: Sequence[CachedVariable]) -> None:
         """Make these current, and what is likely to be read next."""
         self._require_here(copies)
-        self._servers.attempt(lambda: self._bring_now(copies), lambda: self.bring(copies))
+        self._attempt(lambda: self._bring_now(copies), lambda: self.bring(copies))
 
     def _bring_now(self, copies: Sequence[CachedVariable]) -> None:
         with self._lock, untouched_by_surroundings():
-            self._pull([*copies, *self._next_after(copies)])
-
-    def _pull(self, copies: Sequence[CachedVariable]) -> None:
-        self.push_written(copies)
-        self._read(copies)
+            copies = [*copies, *self._next_after(copies)]
+            self.push_written(copies)
+            self._read(copies)
 
     def _next_after(self, copies: Sequence[CachedVariable]) -> list[CachedVariable]:
         """Copies that are not current, in order of creation after these, more each time: who reads one reads all."""
@@ -216,14 +223,14 @@ class CoordinatorCache:
     def bring_rows(self, copy: CachedVariable, ids: torch.Tensor) -> None:
         """Make these rows of a table current, and leave the others as they are."""
         self._require_here([copy])
-        self._servers.attempt(lambda: self._bring_rows_now(copy, ids), lambda: self.bring_rows(copy, ids))
+        self._attempt(lambda: self._bring_rows_now(copy, ids), lambda: self.bring_rows(copy, ids))
 
     def _bring_rows_now(self, copy: CachedVariable, ids: torch.Tensor) -> None:
         with self._lock, untouched_by_surroundings():
             self.push_written([copy])
             tensor = copy.tensor()
             if tensor is not None and len(ids):
-                tensor.index_copy_(0, ids.to(tensor.device), self._servers.read_rows(copy.spec, ids).to(tensor.device))
+                tensor.index_copy_(0, ids.to(tensor.device), self._access.read_rows(copy.spec, ids).to(tensor.device))
                 copy.note()
 
     def _require_here(self, copies: Iterable[CachedVariable]) -> None:
@@ -244,7 +251,7 @@ class CoordinatorCache:
         if all(map(self.is_current, copies)):
             return self._run(copies, call)
         self._require_here(copies)
-        return self._servers.attempt(lambda: self._write_now(copies, call), lambda: self._write_in_vain(copies, call))
+        return self._attempt(lambda: self._write_now(copies, call), lambda: self._write_in_vain(copies, call))
 
     def _run(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         if call.hands_out:  # before it does: what it changes is found by what there was
@@ -259,7 +266,8 @@ class CoordinatorCache:
     def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> object:
         names = ", ".join(copy.spec.name for copy in copies)
         with self.alone(f"writing {names} on the coordinator"):
-            self._pull(copies)
+            self.push_written(copies)
+            self._read(copies)
             is_done = False
             try:
                 result = self._run(copies, call)
@@ -287,11 +295,13 @@ class CoordinatorCache:
         with DisableTorchFunctionSubclass():
             edit = given_rows(call, tensor, copy.spec.name)
         if edit is not None:
-            self._servers.attempt(lambda: self._servers.assign_rows(copy.spec, *edit), lambda: None)
+            self._attempt(lambda: self._access.edit(copy.spec, "assign", *edit), lambda: None)
             return call.args[0]
         with repeated_on_servers(tensor, copy.spec.name) as recipe:
             result = call.run()
-        self._servers.attempt(lambda: self._servers.repeat(copy.spec, tuple(recipe)), lambda: None)
+        self._repeated += 1
+        seed = hash((self._seed(), copy.spec.number, self._repeated)) % 2**63
+        self._attempt(lambda: self._access.repeat(copy.spec, tuple(recipe), seed), lambda: None)
         copy.watch(result, self, hands_out=False)
         return result
 
@@ -303,14 +313,12 @@ class CoordinatorCache:
         if call.func is not torch.Tensor.__setitem__ or call.args[0] is not tensor or len(call.aliases) > 1:
             return False
         self._require_here([copy])
-        with DisableTorchFunctionSubclass():
-            try:
-                edit = given_rows(call, tensor, copy.spec.name)
-            except UnsupportedError:  # a part of a row
-                return False
+        edit = None
+        with DisableTorchFunctionSubclass(), contextlib.suppress(UnsupportedError):  # of a part of a row
+            edit = given_rows(call, tensor, copy.spec.name)
         if edit is None:
             return False
-        self._servers.attempt(lambda: self._write_rows_now(copy, call, *edit), lambda: None)
+        self._attempt(lambda: self._write_rows_now(copy, call, *edit), lambda: None)
         return True
 
     def _write_rows_now(
@@ -318,7 +326,7 @@ class CoordinatorCache:
     ) -> None:
         with self._lock:
             self.push_written([copy])
-            self._servers.assign_rows(copy.spec, value, ids)
+            self._access.edit(copy.spec, "assign", value, ids)
             call.run()  # here too: it stays current, if it was
             copy.note()
 
@@ -331,7 +339,7 @@ class CoordinatorCache:
         with untouched_by_surroundings():
             held = [(copy.spec, tensor) for copy in copies if (tensor := copy.tensor()) is not None]
             if held:
-                self._servers.assign(held)
+                self._access.push(VariableEdit(spec, "assign", tensor) for spec, tensor in held)
         for copy in copies:
             copy.note()
 
@@ -354,7 +362,7 @@ class CoordinatorCache:
 
     def _assign_unless_changed(self, written: Sequence[CachedVariable]) -> None:
         behind = [copy for copy in written if not copy.is_replaced and not self.is_current(copy)]
-        held = self._servers.read([copy.spec for copy in behind])
+        held = self._access.read([copy.spec for copy in behind])
         pairs = zip(behind, held, strict=True)
         changed = [copy for copy, value in pairs if copy.before is None or not is_same(copy.before, value)]
         self._put_back(changed)
@@ -444,24 +452,16 @@ class CachedVariable:
         self.is_replaced = self.is_lost = False
         self.is_asking = asks
         self.is_meta = tensor.is_meta
-        self._tensor = weakref.ref(tensor)
+        self.tensor = weakref.ref(tensor)
         self.version: int | None = version_of(tensor)
         if asks:
             let_ask(tensor, self)
             if not self.is_meta and self.is_shared():  # with what was made before it was placed
                 cache.hand_out(self)
 
-    def tensor(self) -> torch.Tensor | None:
-        return self._tensor()
-
-    def release(self) -> None:
-        tensor = self._tensor()
-        if tensor is not None:
-            let_alone(tensor)
-
     def is_shared(self) -> bool:
         """Whether anything else shows the memory."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None:
             return False
         with DisableTorchFunctionSubclass():
@@ -471,7 +471,7 @@ class CachedVariable:
 
     def note(self) -> None:
         """The servers have what it holds."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is not None:
             with DisableTorchFunctionSubclass():
                 self.version = version_of(tensor)
@@ -480,13 +480,13 @@ class CachedVariable:
                 self.keep_before()
 
     def keep_before(self) -> None:
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is not None:
             with untouched_by_surroundings():
                 self.before = tensor.detach().clone()
 
     def is_written(self) -> bool:
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None or tensor.is_meta:
             return False
         return (
@@ -496,7 +496,7 @@ class CachedVariable:
         )
 
     def require_shape(self) -> None:
-        tensor = self._tensor()
+        tensor = self.tensor()
         assert tensor is not None
         if tuple(tensor.shape) != self.spec.shape or tensor.dtype != self.spec.dtype:
             raise InvalidArgumentError(
@@ -506,7 +506,7 @@ class CachedVariable:
             )
 
     def grow(self, spec: VariableSpec) -> None:
-        tensor = self._tensor()
+        tensor = self.tensor()
         assert tensor is not None
         with untouched_by_surroundings(), DisableTorchFunctionSubclass():
             memory = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
@@ -540,7 +540,7 @@ class CachedVariable:
 
     def _bring_rows(self, cache: CoordinatorCache, call: TensorCall) -> bool:
         """Whether a call looks at rows of a table alone, which are here then."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None or not self.spec.by_rows or len(call.aliases) != 1 or cache.is_fresh(call.aliases[0]):
             return False
         with DisableTorchFunctionSubclass():
@@ -585,7 +585,7 @@ class CachedVariable:
 
     def watch(self, result: object, cache: CoordinatorCache, *, hands_out: bool) -> None:
         """What a call has made of it asks too, where it shows the memory."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None:
             return
         if hands_out and not self.is_meta:

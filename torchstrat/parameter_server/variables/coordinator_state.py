@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.parameter_server.messages import InitialOp, NewRows, RepeatedOps, StateOfShard, VariableSpec
+from torchstrat.parameter_server.messages import NewRows, StateOfShard, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.variables.cached_parameter import Moment
 from torchstrat.parameter_server.variables.cached_state import CachedState, of_parameters
@@ -33,7 +33,7 @@ from torchstrat.parameter_server.variables.deferred_init import recipe_by, recip
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import seed_of_variable
 from torchstrat.parameter_server.variables.program_state import CapturedVariables
-from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess, VariableEdit
+from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
 from torchstrat.parameter_server.waiting import held_back
 
 
@@ -54,39 +54,6 @@ class _Job(Protocol):
     def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]: ...
     def push_optimizer(self, optimizer: Optimizer) -> None: ...
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]: ...
-
-
-class CacheServers:
-    """Through losses of servers, as all calls of the coordinator; see `OnServerLoss`."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job: _Job = weakref.proxy(job)
-        self._repeated = 0
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._job.access.read(specs)
-        return found
-
-    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self._job.access.read_rows(spec, ids)
-        return rows
-
-    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
-        self._job.access.push([VariableEdit(spec, "assign", value) for spec, value in values])
-
-    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-        self._job.access.edit(spec, "assign", value, rows)
-
-    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
-        self._repeated += 1
-        seed = hash((self._job.seed, spec.number, self._repeated)) % 2**63
-        orders: dict[int, list[RepeatedOps]] = defaultdict(list)
-        for number, shard in enumerate(spec.shards):
-            orders[shard.server].append(RepeatedOps((spec.number, number), recipe, seed))
-        self._job.servers.ask("ps.repeat", orders)
-
-    def attempt(self, call: Callable[[], object], after_restore: Callable[[], object]) -> object:
-        return self._job.servers.attempt(call, after_restore)
 
 
 _Result = TypeVar("_Result")

@@ -24,8 +24,10 @@ from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     EditOp,
+    InitialOp,
     Push,
     PushReply,
+    RepeatedOps,
     RowsRequest,
     Shard,
     ShardEdit,
@@ -374,6 +376,13 @@ class VariableAccess:
     def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Change a variable. ``value`` broadcasts to it; with ``rows`` (ids ``(n,)``) it has shape ``(n, …)``."""
         self.push(edits=[VariableEdit(spec, op, value, rows)])
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...], seed: int) -> None:
+        """Let the servers do this to their values."""
+        orders: dict[int, list[RepeatedOps]] = defaultdict(list)
+        for number, shard in enumerate(spec.shards):
+            orders[shard.server].append(RepeatedOps((spec.number, number), recipe, seed))
+        self.servers.ask("ps.repeat", orders)
 
     def push(self, edits: Iterable[VariableEdit]) -> None:
         self.send_push(edits_by_server(edits))

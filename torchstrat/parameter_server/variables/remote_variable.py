@@ -6,9 +6,9 @@ What ``state_dict()`` returns on the coordinator is what the servers hold at tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torchstrat.core.variables import WeakOrdered
 from torchstrat.parameter_server.messages import EditOp, VariableSpec
 from torchstrat.parameter_server.serialization.path_errors import StaysHere
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
+from torchstrat.parameter_server.variables.remote_access import VariableAccess
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.job import Job
@@ -30,23 +31,14 @@ if TYPE_CHECKING:
 _OPERATIONS: dict[Edit, EditOp] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 
 
-class Access(Protocol):
-    """The part of `VariableAccess` that is used here."""
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
-
-    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor: ...
-
-    def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None: ...
-
-
 class RemoteStorage:
-    """``access()`` reaches the servers from the calling thread: as the coordinator, or for the function it runs.
+    """``access()`` reaches the servers from the calling thread: as the coordinator, or for the function it runs. Where
+    a coordinator restores them, what is read is read again, and what is changed goes with the rest.
 
     Additions are exact whatever other workers do meanwhile; of several plain assignments the last one stays.
     """
 
-    def __init__(self, spec: VariableSpec, access: Callable[[], Access]) -> None:
+    def __init__(self, spec: VariableSpec, access: Callable[[], VariableAccess]) -> None:
         self.spec = spec
         self._access = access
 
@@ -70,7 +62,8 @@ class RemoteStorage:
         return self.copy()
 
     def copy(self) -> torch.Tensor:
-        return self._access().read([self.spec])[0]
+        access = self._access()
+        return access.servers.asking(lambda: access.read([self.spec])[0])
 
     # -- as a shard of a `ShardedVariable` ----------------------------------------------------------------------------
 
@@ -79,24 +72,25 @@ class RemoteStorage:
 
     def read_rows(self, rows: torch.Tensor) -> torch.Tensor:
         ids, places = torch.unique(rows, return_inverse=True)
-        return self._access().read_rows(self.spec, ids)[places]
+        access = self._access()
+        return access.servers.asking(lambda: access.read_rows(self.spec, ids))[places]
 
     def edit(self, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        self._access().edit(self.spec, op, value, rows)
+        access = self._access()
+        access.servers.telling(lambda: access.edit(self.spec, op, value, rows))
 
     # -- as a component of a `Variable` -------------------------------------------------------------------------------
 
     def write(self, edit: Edit, value: torch.Tensor) -> None:
-        access = self._access()
         if edit is Edit.SCATTER_ADD:
-            access.edit(self.spec, "add", *_rows_of(self.spec, value))
+            self.edit("add", *_rows_of(self.spec, value))
             return
         if edit is Edit.ASSIGN and value.shape != self.shape:
             raise InvalidArgumentError(
                 f"assign got shape {tuple(value.shape)}; variable {self.spec.name!r} on a parameter server has shape "
                 f"{self.spec.shape} for good."
             )
-        access.edit(self.spec, _OPERATIONS[edit], value)
+        self.edit(_OPERATIONS[edit], value)
 
 
 @dataclass(frozen=True)
