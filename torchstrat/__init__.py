@@ -19,8 +19,8 @@ with _importing.without_collection():
     from torchstrat.core.errors import OutOfRangeError
     from torchstrat.core.ftrl import Ftrl
     from torchstrat.core.losses import compute_average_loss, global_mean, scale_regularization_loss
-    from torchstrat.core.progress_bar import progress
     from torchstrat.core.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+    from torchstrat.core.terminal import progress
     from torchstrat.core.values import DistributedValues, Mirrored, PerReplica, ValueContext
     from torchstrat.core.variable.variable import Variable
     from torchstrat.core.version import __version__ as __version__

@@ -19,11 +19,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchstrat.core.commands import parser_with_examples
 from torchstrat.core.errors import ClusterConfigError, TorchstratError
+from torchstrat.core.terminal import parser_with_examples
 from torchstrat.distributed import cluster_resolver
+from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.distributed.cluster_resolver import ClusterSpec
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.parameter_server.membership.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
 from torchstrat.parameter_server.membership.task_server import Server, end_even_if_stuck
 

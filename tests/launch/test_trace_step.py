@@ -32,7 +32,7 @@ def followed(path: str) -> dict[str, dict[str, list[str]]]:
 def test_a_step_of_replicas_in_one_process() -> None:
     files = followed("in_process")["replica"]
     assert int(files.pop("")[0]) == len(files)
-    assert "step_pages.py" not in " ".join(files), "what has been set up is not set up again"
+    assert "kept_pages.py" not in " ".join(files), "what has been set up is not set up again"
     for file, name in (("strategies/strategy.py", "Strategy.run"), ("data/distributed.py", "__next__")):
         assert any(name in one for one in files[file]), files[file]
 

@@ -31,7 +31,7 @@ from tests.matrix import places
 from tests.matrix.batch_kinds import COUNTS, KINDS, ROWS, Example, Kind, examples_of
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused
 from torchstrat.core import nest
-from torchstrat.data import distributed, marks, readings, rows, streams
+from torchstrat.data import distributed, marks, rows, streams
 from torchstrat.errors import WrongTypeError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -307,12 +307,12 @@ _cut_along = rows._cut_along
 FAULTS = (
     PlantedFault(
         "equal counts are taken for rows along dim 0",
-        _with(readings.CollateReading, "marked", _by_counts),
+        _with(streams.CollateReading, "marked", _by_counts),
         cells_at("time first, as many steps as rows", "loader"),
     ),
     PlantedFault(
         "what becomes of fewer examples is not looked at",
-        _with(readings, "_narrowed", lambda dims, *_: dims),
+        _with(streams, "_narrowed", lambda dims, *_: dims),
         cells_at("time first, as many steps as rows", "loader"),
     ),
     PlantedFault(

@@ -9,9 +9,9 @@ from unittest.mock import patch
 from tests.matrix.places import LOGICAL_DEVICES, LOGICAL_ON_SOCKETS
 from tests.matrix.table import PlantedFault, switched_off
 from torchstrat.checkpoint import job_state
-from torchstrat.core.communicator import within
+from torchstrat.core.engine import within
 from torchstrat.core.variable import variable
-from torchstrat.distributed.collectives import agreement, notes, process_group, standstill
+from torchstrat.distributed.collectives import agreement, notes, process_group
 from torchstrat.distributed.collectives.notes import FailureBoard
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.replicas.per_process import engine as per_process
@@ -66,7 +66,7 @@ FAULTS = (
     ),
     PlantedFault(
         "who waits does not look what the others wait in",
-        switched_off(standstill.Standstill, "look", _nothing),
+        switched_off(notes.Standstill, "look", _nothing),
         (_cell("next batch", "runs nothing", SHARED), _cell("next batch", "runs nothing", SOCKETS)),
     ),
     PlantedFault(
@@ -111,7 +111,7 @@ FAULTS = (
     ),
     PlantedFault(
         "who waits does not hear of failures",
-        switched_off(standstill.Standstill, "_failed", lambda *_: {}),
+        switched_off(notes.Standstill, "_failed", lambda *_: {}),
         (
             _cell("gather", "fails in a run, and stays", SHARED),
             _cell("all_gather", "fails in a run, and stays", SOCKETS),

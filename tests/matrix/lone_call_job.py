@@ -14,8 +14,8 @@ import torch.distributed.checkpoint
 from torch import nn
 
 import torchstrat as ts
+import torchstrat.checkpoint.job_state
 import torchstrat.checkpoint.preemption
-import torchstrat.checkpoint.processes
 import torchstrat.checkpoint.writing
 import torchstrat.sharding.dtensor.engine  # what cells would import in their forks, each for itself
 from tests.matrix.forked_cells import folder

@@ -36,7 +36,7 @@ from torchstrat.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.newborn import Twins
+from torchstrat.replicas.roster import Twins
 from torchstrat.sharding.tpu.edits import OwnLeaves
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN, places.TPU)

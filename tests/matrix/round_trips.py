@@ -57,7 +57,7 @@ from tests.matrix.table import (
 )
 from torchstrat.checkpoint import items, optimizer_item, safetensors_file, stored
 from torchstrat.core import _torch_private
-from torchstrat.core.pieces import memory_of
+from torchstrat.core.tensor_classes import memory_of
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.parameter_server import job
 from torchstrat.sharding.dtensor.parameters import CutVariables

@@ -33,7 +33,7 @@ from tests.matrix.table import (
 )
 from torchstrat.core import _functional_private
 from torchstrat.errors import UnsupportedError
-from torchstrat.replicas import renormed_rows, scaling_lookups
+from torchstrat.replicas import scaling_lookups
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.per_process.step_policies import StepLevels
 
@@ -556,7 +556,7 @@ FAULTS = (
     ),
     PlantedFault(
         "ranks do not tell what they have used tables for",
-        switched_off(renormed_rows, "uses_of", lambda uses, keys: {}),
+        switched_off(scaling_lookups, "uses_of", lambda uses, keys: {}),
         (
             *cells_at("used where another one looks up", "nn.Embedding", "torchrun mirrored"),
             *cells_at("used where another one looks up, without a step", "nn.Embedding", "torchrun mirrored"),

@@ -36,7 +36,7 @@ from tests.matrix.tensor_operations import (
     refused_samples_of,
     samples_of,
 )
-from torchstrat.core import pieces
+from torchstrat.core import tensor_classes
 from torchstrat.core._torch_private import DisableTorchDispatch, DisableTorchFunctionSubclass
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.sharding.dtensor import cut_tensors, no_values
@@ -455,7 +455,7 @@ FAULTS = (
     _fault(
         "operators that are called for no function are not reported",
         [(row, _PARAMETER) for row in _MADE_OF_IT] + [("torch.tensor", _OUTSIDE)],
-        lambda: mock.patch.object(pieces, "call_operator", _unreported),
+        lambda: mock.patch.object(tensor_classes, "call_operator", _unreported),
     ),
     _fault(
         "a variable is no leaf",

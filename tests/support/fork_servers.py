@@ -16,7 +16,7 @@ from tests.child_processes import children_of
 from tests.faults.counting import QUIET, wait_until
 from torchstrat.core.kept_pages import environment_that_keeps_pages, glibc_version
 from torchstrat.launch import _fork_server, fork_server, local_cluster
-from torchstrat.launch.reaper import Reaper
+from torchstrat.launch.fork_server import Reaper
 
 
 class OfOneCluster:

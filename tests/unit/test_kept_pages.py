@@ -16,6 +16,7 @@ from tests.support.server_stores import make_spec, new_shards
 from torchstrat import Server
 from torchstrat.core import kept_pages
 from torchstrat.core.kept_pages import (
+    StepPages,
     environment_that_keeps_pages,
     give_back_pages,
     glibc_version,
@@ -26,8 +27,6 @@ from torchstrat.errors import ClusterConfigError
 from torchstrat.launch import LocalCluster
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.server.service import VariableServer
-from torchstrat.replicas.per_process import step_pages
-from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.server import main
 
 NEW, OLD = (2, 36), (2, 35)
@@ -269,9 +268,9 @@ def test_the_command_passes_it_on(words: list[str], expected: bool | None, monke
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a `StepPages` does with this process, instead of doing it."""
     calls: list[str] = []
-    monkeypatch.setattr(step_pages, "keep_pages", lambda: calls.append("keep"))
-    monkeypatch.setattr(step_pages, "give_back_pages", lambda: calls.append("give back"))
-    monkeypatch.setattr(step_pages, "_why_no_huge_pages", lambda: None)
+    monkeypatch.setattr(kept_pages, "keep_pages", lambda: calls.append("keep"))
+    monkeypatch.setattr(kept_pages, "give_back_pages", lambda: calls.append("give back"))
+    monkeypatch.setattr(kept_pages, "_why_no_huge_pages", lambda: None)
     return calls
 
 
@@ -282,7 +281,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_pages_are_kept_where_they_are_huge(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, device: str, why_not: str | None, said: str, kept: int
 ) -> None:
-    monkeypatch.setattr(step_pages, "_why_no_huge_pages", lambda: why_not)
+    monkeypatch.setattr(kept_pages, "_why_no_huge_pages", lambda: why_not)
     monkeypatch.setenv("TORCHSTRAT_KEEP_PAGES", said)
     StepPages(device)
     assert asked == ["keep"] * kept
@@ -315,5 +314,5 @@ def test_what_is_missing_for_huge_pages(
     setting = tmp_path / "enabled"
     if said is not None:
         setting.write_text(said)
-    assert why in str(step_pages._why_no_huge_pages(setting))
+    assert why in str(kept_pages._why_no_huge_pages(setting))
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == variable

@@ -16,13 +16,20 @@ from typing import Any
 
 import pytest
 
-from torchstrat.core.waiting import is_listening
+from torchstrat.core.terminal import is_listening
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.launcher import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.local_cluster import ReservedPort
-from torchstrat.launch.output import Console, PrefixedOutput
-from torchstrat.launch.supervised import Program, Restarts, SupervisedProcess, describe_end, ordinal
+from torchstrat.launch.supervised import (
+    Console,
+    PrefixedOutput,
+    Program,
+    Restarts,
+    SupervisedProcess,
+    describe_end,
+    ordinal,
+)
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 

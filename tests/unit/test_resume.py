@@ -38,8 +38,7 @@ from torchstrat.app.parameter_server_cluster import ClusterSize, cluster_of, giv
 from torchstrat.app.report import FolderReport, MetricsFile, Report, read_metrics, records_until
 from torchstrat.checkpoint.items import Reads
 from torchstrat.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
-from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.cluster_spec import ClusterSpec
+from torchstrat.distributed.cluster import ClusterSpec, ProcessPlan
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.testing.fake_cluster import FakeCluster
 

@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torchstrat.distributed.collectives import standstill
+from torchstrat.distributed.collectives import notes
 from torchstrat.distributed.collectives.default_group import answers, fresh_store
-from torchstrat.distributed.collectives.notes import FailureBoard, StoredWords, StoreVisits, said_at
+from torchstrat.distributed.collectives.notes import (
+    Channel,
+    FailureBoard,
+    Standstill,
+    StandstillError,
+    StoredWords,
+    StoreVisits,
+    said_at,
+)
 from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
-from torchstrat.distributed.collectives.standstill import Channel, Standstill, StandstillError
 from torchstrat.errors import CommunicationTimeoutError
 
 BOARD = "board"
@@ -156,7 +163,7 @@ def test_who_has_failed_and_does_not_come_is_not_waited_for(store: Any, monkeypa
     board.post("raised ValueError: no more")
     steps = first.waits("steps", "backward()")
     assert first.told(steps) is None, "it may go on after its error"
-    monkeypatch.setattr(standstill, "_GIVEN_UP_SECONDS", 0.0)
+    monkeypatch.setattr(notes, "_GIVEN_UP_SECONDS", 0.0)
     assert (first.told(steps) or {})[1] == "raised ValueError: no more"
     board.clear()
     assert first.told(first.waits("steps", "SGD.step()")) is None

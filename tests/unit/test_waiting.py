@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrat as ts
-from torchstrat.core import progress_bar, waiting
+from torchstrat.core import terminal
 from torchstrat.testing.fake_cluster import FakeCluster
 
 LONG = 3600.0  # seconds before a line: never in a test
@@ -53,13 +53,13 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Use:
 
 
 def test_a_wait_says_what_it_is_for_while_it_lasts_and_ends_its_line(use_terminal: Use) -> None:
-    terminal = use_terminal()
-    with waiting.shown("restoring x", after_seconds=0.0):
-        assert terminal.written.wait(30)
-    first, *others = terminal.getvalue().split("\r")[1:]
+    screen = use_terminal()
+    with terminal.shown("restoring x", after_seconds=0.0):
+        assert screen.written.wait(30)
+    first, *others = screen.getvalue().split("\r")[1:]
     assert first.startswith("torchstrat: restoring x, 0 s")
-    assert terminal.getvalue().count("\n") == 1
-    assert terminal.getvalue().endswith(" s\n")
+    assert screen.getvalue().count("\n") == 1
+    assert screen.getvalue().endswith(" s\n")
     assert others
 
 
@@ -71,37 +71,37 @@ def test_a_wait_says_what_it_is_for_while_it_lasts_and_ends_its_line(use_termina
 def test_nothing_is_said_and_no_thread_started_that_would_have_nothing_to_say(
     use_terminal: Use, is_terminal: bool, here: bool, after_seconds: float, starts_one: bool
 ) -> None:
-    terminal, before = use_terminal(is_terminal=is_terminal), set(threading.enumerate())
-    with waiting.shown("restoring x", here=here, after_seconds=after_seconds):
+    screen, before = use_terminal(is_terminal=is_terminal), set(threading.enumerate())
+    with terminal.shown("restoring x", here=here, after_seconds=after_seconds):
         assert len(set(threading.enumerate()) - before) == starts_one
-    assert terminal.getvalue() == ""
+    assert screen.getvalue() == ""
 
 
 def test_a_wait_within_a_wait_is_part_of_it(use_terminal: Use) -> None:
-    terminal = use_terminal()
-    with waiting.shown("outer", after_seconds=0.0):
-        with waiting.shown("inner", after_seconds=0.0):
-            assert terminal.written.wait(30)
-    assert "inner" not in terminal.getvalue()
-    terminal.written.clear()
-    with waiting.shown("later", after_seconds=0.0):
-        assert terminal.written.wait(30)
-    assert "later" in terminal.getvalue()
+    screen = use_terminal()
+    with terminal.shown("outer", after_seconds=0.0):
+        with terminal.shown("inner", after_seconds=0.0):
+            assert screen.written.wait(30)
+    assert "inner" not in screen.getvalue()
+    screen.written.clear()
+    with terminal.shown("later", after_seconds=0.0):
+        assert screen.written.wait(30)
+    assert "later" in screen.getvalue()
 
 
 def test_what_the_block_raises_is_raised_and_the_line_is_over(use_terminal: Use) -> None:
-    terminal = use_terminal()
-    with pytest.raises(ValueError, match="no"), waiting.shown("restoring x", after_seconds=0.0):  # noqa: PT012
-        assert terminal.written.wait(30)
+    screen = use_terminal()
+    with pytest.raises(ValueError, match="no"), terminal.shown("restoring x", after_seconds=0.0):  # noqa: PT012
+        assert screen.written.wait(30)
         raise ValueError("no")
-    assert terminal.getvalue().endswith("\n")
+    assert screen.getvalue().endswith("\n")
 
 
 def test_a_terminal_that_is_closed_does_not_disturb_the_wait(use_terminal: Use) -> None:
-    terminal = use_terminal()
-    with waiting.shown("restoring x", after_seconds=0.0):
-        assert terminal.written.wait(30)
-        terminal.close()
+    screen = use_terminal()
+    with terminal.shown("restoring x", after_seconds=0.0):
+        assert screen.written.wait(30)
+        screen.close()
 
 
 # -- where it is said --------------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def test_a_terminal_that_is_closed_does_not_disturb_the_wait(use_terminal: Use) 
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What was waited for, and whether this process was to say so."""
     seen: list[tuple[str, bool]] = []
-    shown = waiting.shown
+    shown = terminal.shown
 
     def note(what: str, *, here: bool = True, **options: Any) -> Any:
         seen.append((what, here))
         return shown(what, here=here, **options)
 
-    monkeypatch.setattr(waiting, "shown", note)
+    monkeypatch.setattr(terminal, "shown", note)
     return seen
 
 
@@ -143,7 +143,7 @@ def test_a_coordinator_waits_for_its_servers(waits: Any) -> None:
 
 
 def test_a_loop_shows_how_far_it_is_and_gets_every_batch(use_terminal: Use) -> None:
-    terminal = use_terminal()
+    screen = use_terminal()
     pytest.importorskip("tqdm")
     strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
     batches = strategy.distribute_dataset(DataLoader(torch.arange(10.0), batch_size=4))
@@ -152,49 +152,49 @@ def test_a_loop_shows_how_far_it_is_and_gets_every_batch(use_terminal: Use) -> N
         rows = [int(strategy.reduce("sum", strategy.run(len, args=(batch,)))) for batch in shown]
         assert rows == [4, 4, 2]
     strategy.close()
-    assert terminal.getvalue().count("epoch 1: 100%") == 2
-    assert "3/3" in terminal.getvalue()
+    assert screen.getvalue().count("epoch 1: 100%") == 2
+    assert "3/3" in screen.getvalue()
 
 
 def test_a_loop_that_is_left_early_leaves_the_terminal_in_order(use_terminal: Use) -> None:
-    terminal = use_terminal()
+    screen = use_terminal()
     pytest.importorskip("tqdm")
     for element in ts.progress(range(10)):
         if element == 3:
             break
     print("next", file=sys.stderr)
-    assert terminal.getvalue().endswith("\nnext\n")
+    assert screen.getvalue().endswith("\nnext\n")
 
 
 def test_elements_without_a_length_are_counted(use_terminal: Use) -> None:
-    terminal = use_terminal()
+    screen = use_terminal()
     pytest.importorskip("tqdm")
     assert list(ts.progress(number for number in (1, 2, 3))) == [1, 2, 3]
-    assert "3it" in terminal.getvalue()
+    assert "3it" in screen.getvalue()
 
 
 def test_nothing_is_shown_without_a_terminal(use_terminal: Use) -> None:
-    terminal = use_terminal(is_terminal=False)
+    screen = use_terminal(is_terminal=False)
     assert list(ts.progress(range(3))) == [0, 1, 2]
-    assert terminal.getvalue() == ""
+    assert screen.getvalue() == ""
 
 
 def test_only_the_chief_shows_a_bar(use_terminal: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal()
+    screen = use_terminal()
     strategy = ts.MirroredStrategy(["cpu:0"])
     monkeypatch.setattr(type(strategy), "is_chief", False)
     distributed = strategy.distribute_dataset(DataLoader(torch.arange(4.0), batch_size=2))
     assert len(list(ts.progress(distributed))) == 2
     assert list(ts.progress(range(3))) == [0, 1, 2]  # whose it is, the strategies of the process say
     strategy.close()
-    assert terminal.getvalue() == ""
+    assert screen.getvalue() == ""
 
 
 def test_without_tqdm_one_line_names_the_extra(use_terminal: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal()
+    screen = use_terminal()
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr(progress_bar, "_is_told", False)
+    monkeypatch.setattr(terminal, "_is_told", False)
     for _ in range(2):
         assert list(ts.progress(range(3))) == [0, 1, 2]
     line = "torchstrat: there is no progress bar without tqdm: pip install 'torchstrat[progress]'\n"
-    assert terminal.getvalue() == line
+    assert screen.getvalue() == line

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from torchstrat.app.build import create, ignore_replicas
 from torchstrat.app.config import ClusterConfig, ExperimentConfig, require, require_positive
-from torchstrat.distributed.cluster import ProcessPlan
+from torchstrat.distributed.cluster import PARAMETER_SERVER, WORKER, ClusterSpec, ProcessPlan
 from torchstrat.distributed.cluster_resolver import ClusterResolver, TFConfigClusterResolver
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, WORKER, ClusterSpec
 
 
 @dataclass(frozen=True)

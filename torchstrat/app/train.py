@@ -23,8 +23,8 @@ from torchstrat.app.launch import Run
 from torchstrat.app.loop import loss_of, planned_steps, score
 from torchstrat.checkpoint.evaluation import SidecarEvaluator
 from torchstrat.checkpoint.journal import Evaluation
+from torchstrat.distributed.cluster import EVALUATOR
 from torchstrat.distributed.cluster_resolver import TFConfigClusterResolver
-from torchstrat.distributed.cluster_spec import EVALUATOR
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -4,12 +4,10 @@ From the public class downwards::
 
     checkpoint.py      `Checkpoint`: save and restore
     writing.py         a save: the state at one moment, its way to the disk, the handle that tells of it
-    processes.py       several processes do that together
     items.py           the objects of a checkpoint: modules, variables, anything with a state_dict
     optimizer_item.py  optimizers, by the names of their parameters
-    job_state.py       random numbers and counters of the job itself
-    selection.py       which part is restored, and what becomes of names that do not fit
-    pieces.py          what things are called: paths, and pieces of tensors
+    job_state.py       random numbers and counters of the job itself; its processes, which save together
+    pieces.py          what things are called: paths, and pieces of tensors; which of them are restored
     files.py           the files of each process: blocks of rows, a few MB at a time, with checksums
     torch_folder.py    what torch.distributed.checkpoint wrote, and the index of our files for it
     stored.py          opening what is there, a plain `state_dict` in a file too, and whether it is what was written
@@ -33,7 +31,7 @@ Imports from `core`, `data`, `distributed` and `replicas`.
 from torchstrat.checkpoint.checkpoint import Checkpoint
 from torchstrat.checkpoint.consolidate import consolidate
 from torchstrat.checkpoint.manager import CheckpointManager
-from torchstrat.checkpoint.selection import SkippedKeys
+from torchstrat.checkpoint.pieces import SkippedKeys
 from torchstrat.checkpoint.writing import SaveHandle
 
 __all__ = ["Checkpoint", "CheckpointManager", "SaveHandle", "SkippedKeys", "consolidate"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchstrat.checkpoint.pieces import OWN
 from torchstrat.checkpoint.remote import Servers, servers_of
-from torchstrat.core import context, waiting
+from torchstrat.core import context, terminal
 from torchstrat.core.context import home_of
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
@@ -24,8 +24,8 @@ from torchstrat.core.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.items import Item, Reads
-    from torchstrat.checkpoint.processes import Processes
-    from torchstrat.checkpoint.selection import Selection, SkippedKeys
+    from torchstrat.checkpoint.job_state import Processes
+    from torchstrat.checkpoint.pieces import Selection, SkippedKeys
     from torchstrat.checkpoint.writing import SaveHandle, State
 
 logger = logging.getLogger("torchstrat.checkpoint")
@@ -111,7 +111,7 @@ class Checkpoint:
         self._require_outside("save")
         target = _absolute(path)
         # Imported here: torch.distributed.checkpoint takes a while to load.
-        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.job_state import all_processes
         from torchstrat.checkpoint.writing import SaveHandle, here_and_now, in_background, take, turns, write
 
         outcome: Future[Path] = Future()
@@ -133,7 +133,7 @@ class Checkpoint:
             raise
 
         def finish() -> None:
-            with open_until_written, waiting.shown(what, here=processes.is_first and not asynchronous):
+            with open_until_written, terminal.shown(what, here=processes.is_first and not asynchronous):
                 write(target, taken[0], processes)
 
         if asynchronous:
@@ -190,9 +190,9 @@ class Checkpoint:
             ContextError: called within a replica, or in a scheduled function.
         """
         self._require_outside("restore")
+        from torchstrat.checkpoint.job_state import all_processes
         from torchstrat.checkpoint.optimizer_item import make_items
-        from torchstrat.checkpoint.processes import all_processes
-        from torchstrat.checkpoint.selection import Selection
+        from torchstrat.checkpoint.pieces import Selection
         from torchstrat.checkpoint.writing import turns
 
         target = _absolute(path)
@@ -201,7 +201,7 @@ class Checkpoint:
             selection.require_among([*(name for item in make_items(self._objects, None) for name in item.names()), OWN])
         call = f"Checkpoint.restore({selection})" if str(selection) else "Checkpoint.restore"
         with turns.held(f"restoring {target}"), all_processes(call, self._objects) as processes:
-            with waiting.shown(f"restoring {target}", here=processes.is_first):
+            with terminal.shown(f"restoring {target}", here=processes.is_first):
                 servers = self._servers()
                 if servers is not None:
                     servers.prepare_to_restore()
@@ -264,7 +264,7 @@ def _restore(
 ) -> SkippedKeys:
     from torchstrat.checkpoint import job_state
     from torchstrat.checkpoint.files import read
-    from torchstrat.checkpoint.selection import Comparison
+    from torchstrat.checkpoint.pieces import Comparison
     from torchstrat.checkpoint.stored import PlainFile, open_checkpoint
 
     reads: list[Reads] = []

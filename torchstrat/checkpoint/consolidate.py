@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 import sys
 from collections.abc import Sequence
 
-from torchstrat.core.commands import parser_with_examples
 from torchstrat.core.errors import TorchstratError
+from torchstrat.core.terminal import parser_with_examples
 
 _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".safetensors": "safetensors"}
 

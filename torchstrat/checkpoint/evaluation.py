@@ -38,7 +38,7 @@ from torchstrat.data import unmarked
 from torchstrat.data.distributed import DistributedDataset
 
 if TYPE_CHECKING:
-    from torchstrat.checkpoint.processes import Processes
+    from torchstrat.checkpoint.job_state import Processes
 
 
 class FinishRequest:
@@ -368,7 +368,7 @@ class SidecarEvaluator:
             InvalidArgumentError: checkpoints are intact and do not fit the model; the directory or ``log_dir`` cannot
                 be used; another evaluator uses the same ``log_dir``.
         """
-        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.job_state import all_processes
 
         evaluations: list[Evaluation] = []
         with (

@@ -29,23 +29,23 @@ from torchstrat.checkpoint.pieces import (
     flatten,
     is_block,
     is_of_job,
+    is_under,
     key_of,
     restructured,
     structure_of,
     unflatten,
 )
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, RemoteVariable, Servers
-from torchstrat.checkpoint.selection import is_under
 from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import version_of
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.core.pieces import whole_value_of
+from torchstrat.core.tensor_classes import whole_value_of
 from torchstrat.core.variable.tensor_like import TensorInShards
 from torchstrat.core.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
-    from torchstrat.checkpoint.selection import Comparison
+    from torchstrat.checkpoint.pieces import Comparison
 
 Versions = Mapping[str, Mapping[str, Any]]
 

@@ -23,7 +23,7 @@ from torchstrat.core.values import misfit
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.checkpoint import Checkpoint
-    from torchstrat.checkpoint.processes import Processes
+    from torchstrat.checkpoint.job_state import Processes
     from torchstrat.checkpoint.writing import SaveHandle
 
 
@@ -187,7 +187,7 @@ class CheckpointManager:
 
         Every process has to call it. Raises `InvalidArgumentError` naming the process that is its writer.
         """
-        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.job_state import all_processes
 
         self._require_open("claim")
         with all_processes("CheckpointManager.claim", {}) as processes:
@@ -224,7 +224,7 @@ class CheckpointManager:
         return attempt(lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path))
 
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
-        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.job_state import all_processes
 
         with all_processes("CheckpointManager.save", checkpoint.objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
@@ -300,7 +300,7 @@ class CheckpointManager:
             InvalidArgumentError: there are checkpoints and all are damaged; there is none of ``step``.
             what `Checkpoint.restore` raises.
         """
-        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.job_state import all_processes
 
         self._require_open("restore")
         if step is not None:
@@ -401,7 +401,7 @@ class CheckpointManager:
         self._tell_complaints()
 
     def _mark_finished(self) -> None:
-        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.job_state import all_processes
 
         def mark() -> None:
             self._become_writer()

@@ -25,7 +25,7 @@ from torchstrat.core.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
-    from torchstrat.checkpoint.selection import Comparison
+    from torchstrat.checkpoint.pieces import Comparison
 
 
 OTHER_STATE = "other_state"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrat.core import context
-from torchstrat.core.communicator import Communicator, Work
+from torchstrat.core.engine import Communicator, Work
 from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.distributed.cluster import ProcessPlan
 

@@ -29,11 +29,10 @@ from torchstrat.checkpoint import job_state
 from torchstrat.checkpoint.files import WrittenPart, write_metadata, write_part
 from torchstrat.checkpoint.folder import written_whole
 from torchstrat.checkpoint.items import Item, Writes
-from torchstrat.checkpoint.job_state import JobState
+from torchstrat.checkpoint.job_state import JobState, Processes
 from torchstrat.checkpoint.manifest import write_manifest
 from torchstrat.checkpoint.optimizer_item import make_items
 from torchstrat.checkpoint.pieces import KeyPath, key_of
-from torchstrat.checkpoint.processes import Processes
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, ServerCut, Servers, ServersWritten
 from torchstrat.checkpoint.stored import INDEX
 from torchstrat.core.errors import CancelledByServerLossError, CommunicationTimeoutError, InvalidArgumentError

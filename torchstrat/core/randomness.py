@@ -61,7 +61,7 @@ def stream_seed(seed: int, replica: int) -> int:
 
 
 ROUND = "round"
-"""Among what checkpoints have of a replica, beside its streams: see `torchstrat.replicas.local_updates`."""
+"""Among what checkpoints have of a replica, beside its streams: see `torchstrat.replicas.update_policies`."""
 
 
 class ReplicaStreams:

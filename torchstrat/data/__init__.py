@@ -1,10 +1,10 @@
 """Input: global batches to replica batches, over one process or many.
 
-Reading order: `marks` and `rows` (what a batch is, and the two rules that divide it), `readings` (what shapes do not
-tell), `streams` (rules applied to batches), `sources` and `loader` (what can be read), `distribute` and `order`
-(several processes), `own_draws` and `workers` (random draws), `prefetch`, `distributed` (what the training loop sees),
+Reading order: `marks` and `rows` (what a batch is, and the two rules that divide it), `streams` (rules applied to
+batches, and what shapes do not tell), `sources` and `loader` (what can be read), `distribute` and `order` (several
+processes), `own_draws` and `workers` (random draws), `prefetch`, `distributed` (what the training loop sees),
 `v1_iterators` (the same for programs in the style of TensorFlow 1). Where a pass stands, and how to go on from there:
-`position` (what is saved), `order` (indices that are drawn again), `sequence` and `iterable_loader` (data that is read
+`position` (what is saved), `order` (indices that are drawn again), `sequence` and `loader_batches` (data that is read
 again).
 
 Imports from `core`.

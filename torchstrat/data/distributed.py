@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from torchstrat.core import context, nest, notebook_html
-from torchstrat.core.communicator import Communicator
-from torchstrat.core.engine import BatchPlacement, InputLayout
+from torchstrat.core.engine import BatchPlacement, Communicator, InputLayout
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import BatchInfo, DistributedValues, Mirrored, PerReplica

@@ -20,8 +20,19 @@ from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.data import rows, spec
-from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles, read_by
-from torchstrat.data.loader_batches import Collate, CollateAndSplit, CollateToCut, Share, SplitBatch, served, share_of
+from torchstrat.data.loader_batches import (
+    Collate,
+    CollateAndSplit,
+    CollateToCut,
+    IterableLoader,
+    Opened,
+    OwnFiles,
+    Share,
+    SplitBatch,
+    read_by,
+    served,
+    share_of,
+)
 from torchstrat.data.order import (
     Counted,
     Draws,

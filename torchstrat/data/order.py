@@ -33,7 +33,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.randomness import state_of
 from torchstrat.data import spec

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torchstrat.core import nest
-from torchstrat.core.communicator import Communicator
-from torchstrat.core.engine import InputLayout
+from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, WrongTypeError
 from torchstrat.data.options import AutoShardPolicy
-from torchstrat.data.readings import require_aligned
-from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps
+from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps, require_aligned
 
 T_co = TypeVar("T_co", covariant=True)
 VERSION = 1

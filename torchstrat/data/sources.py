@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import iterates_as_torch_does
-from torchstrat.core.communicator import Communicator
-from torchstrat.core.engine import InputLayout
+from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
 from torchstrat.data import rows, spec
 from torchstrat.data.marks import Marked, children, is_container

@@ -1,6 +1,10 @@
 """From a stream of global batches to what each replica of this process gets in each step.
 
-Everything here is an iterator over iterators: nothing runs before it is asked for, and nothing communicates.
+Everything here that makes steps is an iterator over iterators: nothing runs before it is asked for, and nothing
+communicates.
+
+A row is along dim 0 of every leaf, or the program says so with a mark. Whoever is about to cut a batch asks here first
+what shapes alone do not tell: it is found out from the collate function, or told in an error or a warning.
 """
 
 from __future__ import annotations
@@ -8,16 +12,269 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
 
 from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.data import rows
-from torchstrat.data.marks import Marked, Same, children, is_container, is_opaque
-from torchstrat.data.readings import MARKS, differing, require_aligned, tell_of_lists
+from torchstrat.data import rows, spec
+from torchstrat.data.marks import (
+    Along,
+    Examples,
+    Marked,
+    Same,
+    can_mark,
+    children,
+    is_container,
+    is_opaque,
+    names,
+    rebuild,
+)
 from torchstrat.data.rows import batch_sizes_for_worker, equal_chunks
+
+MARKS = (
+    "ts.data.axis(x, 1) where its rows are along dim 1, ts.data.same(x) where every replica gets all of it, "
+    "ts.data.examples(list) for a list with an entry for each row"
+)
+
+
+Dims = dict[str, set[int]]
+"""By where a leaf is: the dimensions that may be its rows'. Of a list with an entry for each row: none."""
+
+
+class CollateReading:
+    """Where the rows are in what a collate function makes of ``n`` examples.
+
+    Equal numbers alone do not say so: a batch of time-first sequences may have as many steps as rows, and a list of
+    images as many channels. Where rows are not plainly along dim 0, some of the examples are collated by themselves, to
+    see what becomes fewer; once, for the answer is the function's. Random streams are put back.
+    """
+
+    def __init__(self, collate: Callable[[list[object]], nest.Nest]) -> None:
+        self._collate = collate
+        self._dims: Dims | None = None
+        self.is_torchs = collate is default_collate
+        """Rows are along dim 0 of whatever torch's own makes."""
+
+    def marked(self, whole: nest.Nest, examples: list[object]) -> nest.Nest | None:
+        """``whole``, which was made of the ``examples``, with marks where rows are elsewhere than along dim 0.
+
+        None: it has not one row for each example, and is not to be cut.
+        """
+        count = len(examples)
+        if self._dims is None and not self.is_torchs and count > 1:
+            self._dims = {} if _is_plain(whole, count) else self._find(whole, examples)
+        dims = self._dims
+        if dims is None and not self.is_torchs and count > 1:
+            return None
+        try:
+            found = _mark(whole, dims) if dims else whole
+            return found if rows.common_rows(found) == count else None
+        except (TypeError, ValueError):  # leaves without rows, or a class that takes no marks
+            return None
+
+    def _find(self, whole: nest.Nest, examples: list[object]) -> Dims | None:
+        count = len(examples)
+        dims = _candidates(whole, count)
+        few = min(2, count - 1)
+        for some in (examples[:few], examples[-few:], examples[1:], examples[:-1]):
+            if dims is None:
+                return None
+            try:
+                with spec.undisturbed_randomness():
+                    part = rows.to_tensors(self._collate(copies(some)))
+            except Exception:  # it takes whole batches only: nothing but the rule is left
+                by_rule = all(0 in found for found in dims.values())
+                return _chosen(dims, count) if by_rule else None
+            dims = _narrowed(dims, whole, part, count, len(some))
+            if dims is not None and all(len(found) < 2 for found in dims.values()):
+                return dims
+        return None if dims is None else _chosen(dims, count)
+
+
+def copies(examples: list[object]) -> list[object]:
+    """Examples to collate once more: some collate functions take entries out of them."""
+    return [_copy(example) for example in examples] if type(next(iter(examples), None)) in (dict, list) else examples
+
+
+def _copy(example: object) -> object:
+    if type(example) is dict:
+        return {key: _copy(value) for key, value in example.items()}
+    return [_copy(value) for value in example] if type(example) is list else example
+
+
+def _is_plain(batch: nest.Nest, count: int) -> bool:
+    """Whether ``count`` is the length of dim 0 of each leaf, and of nothing else that could have the rows."""
+    try:
+        if rows.common_rows(batch) != count:
+            return False
+    except (TypeError, ValueError):  # leaves without rows
+        return False
+    for _, value in _parts(batch):
+        if isinstance(value, list | tuple) and _may_list_examples(value, count) and not _are_strings(value):
+            return False
+        if isinstance(value, torch.Tensor) and not value.is_nested and count in value.shape[1:]:
+            return False
+    return True
+
+
+def _may_list_examples(value: Sized, count: int) -> bool:
+    return len(value) == count and not hasattr(value, "_fields") and not is_opaque(value)
+
+
+def _are_strings(value: nest.Nest) -> bool:
+    return rows.is_row_list(value) and all(isinstance(row, str | bytes) for row in value)
+
+
+def _candidates(batch: nest.Nest, count: int, path: str = "batch") -> Dims | None:
+    """What may have the rows in each leaf; None: nothing can in one of them."""
+    if batch is None or isinstance(batch, Marked):
+        return {}
+    if rows.is_array(batch):
+        sizes = batch.shape[:1] if isinstance(batch, torch.Tensor) and not can_mark(batch) else batch.shape
+        found = {dim for dim, size in enumerate(sizes) if size == count}
+        return {path: found} if found else None
+    if isinstance(batch, list | tuple) and _may_list_examples(batch, count):
+        return {path: set()}
+    if not is_container(batch) or is_opaque(batch) or rows.is_row_list(batch):
+        return None
+    dims: Dims = {}
+    for below, child in _below(batch, path):
+        found_below = _candidates(child, count, below)
+        if found_below is None:
+            return None
+        dims |= found_below
+    return dims
+
+
+def _narrowed(dims: Dims, whole: nest.Nest, part: nest.Nest, count: int, fewer: int) -> Dims | None:
+    """Those of the candidates that became ``fewer`` with the examples."""
+    narrowed: Dims = {}
+
+    def compare(whole: nest.Nest, part: nest.Nest, path: str) -> bool:
+        if whole is None or isinstance(whole, Marked):
+            return True
+        if rows.is_array(whole):
+            if not rows.is_array(part) or part.ndim != whole.ndim:
+                return False
+            before = dims.get(path)
+            options = range(whole.ndim) if before is None else before
+            narrowed[path] = {dim for dim in options if whole.shape[dim] == count and part.shape[dim] == fewer}
+            return bool(narrowed[path])
+        if not is_container(whole) and not rows.is_row_list(whole):
+            return False
+        if isinstance(whole, list | tuple) and path in dims:
+            if not isinstance(part, list | tuple):
+                return False
+            if len(part) == fewer:
+                narrowed[path] = set()
+                return True
+            if rows.is_row_list(whole):
+                return False
+        if type(whole) is not type(part):
+            return False
+        pairs = list(zip(_below(whole, path), _below(part, path), strict=False))
+        same = len(children(whole)) == len(children(part))
+        return same and all(compare(one, other, below) for (below, one), (_, other) in pairs)
+
+    return narrowed if compare(whole, part, "batch") else None
+
+
+def _chosen(dims: Dims, count: int) -> Dims:
+    """The first of what is still possible, and a warning that says which."""
+    for path, found in dims.items():
+        if len(found) > 1:
+            chosen = min(found)
+            warnings.warn(
+                f"a collate function made {path} of {count} examples, a tensor with that length along dims "
+                f"{sorted(found)}, and of fewer of them it did not show which has the rows: it is cut along dim "
+                f"{chosen}. Mark it: ts.data.axis(x, {chosen}) if that is right, {MARKS}.",
+                stacklevel=2,
+            )
+    return {path: {min(found)} if found else found for path, found in dims.items()}
+
+
+def _mark(batch: nest.Nest, dims: Dims, path: str = "batch") -> nest.Nest:
+    if path in dims:
+        (dim,) = dims[path] or (None,)
+        if dim is None:
+            return Examples(batch)
+        return Along(batch, dim) if dim and rows.is_array(batch) else batch
+    if not is_container(batch) or rows.is_row_list(batch):
+        return batch
+    old = children(batch)
+    made = [_mark(child, dims, below) for below, child in _below(batch, path)]
+    return batch if all(one is other for one, other in zip(made, old, strict=True)) else rebuild(batch, made)
+
+
+def require_aligned(batch: nest.Nest) -> int:
+    """The rows of a batch, of which all leaves have the same number.
+
+    Raises:
+        InvalidArgumentError: they do not.
+    """
+    count = rows.common_rows(batch)
+    if count is None:
+        rows.count_rows(batch)  # raises, where there are none
+        raise InvalidArgumentError(
+            f"the leaves of a batch have different numbers of rows: {differing(batch)}. Rows are along dim 0 of "
+            f"every leaf, or the program says so: {MARKS}. A dataset of single examples is batched first: "
+            "DataLoader(dataset, batch_size=<global batch>)."
+        )
+    return count
+
+
+def differing(batch: nest.Nest) -> str:
+    """The leaves of a batch that have different numbers of rows, in words: one for each number."""
+    first: dict[int, str] = {}
+    for path, value in _parts(batch):
+        if isinstance(value, Along | Examples) or rows.is_array(value) or rows.is_row_list(value):
+            first.setdefault(rows.length(value), path)
+    return ", ".join(f"{path} has {number}" for number, path in first.items())
+
+
+def tell_of_lists(batch: nest.Nest) -> None:
+    """Warn of the first list that holds columns by the rule, and looks as if it may hold examples."""
+    for path, value in _parts(batch):
+        if not isinstance(value, list) or rows.is_row_list(value) or not _may_be_examples(value):
+            continue
+        count = rows.count_rows(value)
+        warnings.warn(
+            f"{path} is a list of {len(value)} tensors of {count} rows each, and is read as columns: each is cut along "
+            "dim 0. If it has an entry for each row, mark it: ts.data.examples(list). If it has columns, hand out a "
+            "tuple, or say so: ts.data.axis(list, 0).",
+            stacklevel=3,
+        )
+        return
+
+
+def _may_be_examples(columns: list[Any]) -> bool:
+    """Pairs of columns are usual, and columns of several kinds; examples are alike, and images have three dims."""
+    if len(columns) < 2 or not all(isinstance(one, torch.Tensor) and one.ndim > 1 for one in columns):
+        return False
+    if len({(one.dtype, one.ndim, one.size(0)) for one in columns}) > 1 or any(one.is_nested for one in columns):
+        return False
+    return columns[0].size(0) == len(columns) or (len(columns) > 2 and columns[0].ndim > 2)
+
+
+def _parts(batch: nest.Nest, path: str = "batch") -> Iterator[tuple[str, nest.Nest]]:
+    """Every container, column and leaf of a batch, with where it is."""
+    yield path, batch
+    if is_container(batch) and not rows.is_row_list(batch):
+        for below, child in _below(batch, path):
+            yield from _parts(child, below)
+
+
+def _below(batch: nest.Nest, path: str) -> Iterator[tuple[str, nest.Nest]]:
+    if nest.is_nested(batch):
+        return ((f"{path}[{key!r}]", child) for key, child in nest.children(batch))
+    return ((f"{path}.{name}", child) for name, child in zip(names(batch), children(batch), strict=True))
+
 
 logger = logging.getLogger("torchstrat.data")
 

@@ -16,19 +16,23 @@ from typing import Any
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.distributed.cluster import (
+    WORKER,
     ClusterResolver,
+    ClusterSpec,
     Environment,
     ProcessPlan,
     TFConfig,
     address_of,
+    id_in_cluster,
     index_or_none,
+    is_chief,
     process_plan_from_torchrun,
     read_tf_config,
     text_or_none,
     torchrun_address,
     with_layer,
+    worker_count,
 )
-from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec, id_in_cluster, is_chief, worker_count
 from torchstrat.distributed.launcher_resolvers import KubernetesClusterResolver, SlurmClusterResolver
 from torchstrat.distributed.tpu_topology import Topology
 

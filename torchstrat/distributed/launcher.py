@@ -15,7 +15,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchstrat.core.errors import ClusterConfigError, UnsupportedError
-from torchstrat.distributed.cluster import Environment, ProcessPlan, process_plan_from_torchrun, read_tf_config
+from torchstrat.distributed.cluster import (
+    PARAMETER_SERVER,
+    Environment,
+    ProcessPlan,
+    process_plan_from_torchrun,
+    read_tf_config,
+)
 from torchstrat.distributed.cluster_resolver import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -23,7 +29,6 @@ from torchstrat.distributed.cluster_resolver import (
     TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
 from torchstrat.distributed.launcher_resolvers import Variables
 
 INDEPENDENT_VARIABLE = "TORCHSTRAT_INDEPENDENT"

@@ -18,8 +18,7 @@ from typing import Any
 
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, WrongTypeError
-from torchstrat.distributed.cluster import ClusterResolver, Environment, address_of, read_tf_config
-from torchstrat.distributed.cluster_spec import WORKER, ClusterSpec
+from torchstrat.distributed.cluster import WORKER, ClusterResolver, ClusterSpec, Environment, address_of, read_tf_config
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The two nets of `torchstrat.launch.reaper`, as a program that needs the standard library only.
+"""The two nets of `torchstrat.launch.fork_server`, as a program that needs the standard library only.
 
 ``_reaper.py`` kills process groups when the process that started it is gone, however it ended; ``_reaper.py PARENT_PID
 PROGRAM ARGS…`` becomes another program, which dies with the process that started it.

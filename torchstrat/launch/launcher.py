@@ -22,14 +22,12 @@ from types import FrameType, TracebackType
 
 from torchstrat.checkpoint.numbered import told_directories
 from torchstrat.checkpoint.preemption import EXIT_CODE
-from torchstrat.core.commands import parser_with_examples
 from torchstrat.core.errors import TorchstratError
-from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
-from torchstrat.launch.fork_server import START_METHODS, StartMethod
+from torchstrat.core.terminal import parser_with_examples
+from torchstrat.distributed.cluster import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
+from torchstrat.launch.fork_server import START_METHODS, Reaper, StartMethod
 from torchstrat.launch.local_cluster import SERVER_COMMAND, Cluster
-from torchstrat.launch.output import Console
-from torchstrat.launch.reaper import Reaper
-from torchstrat.launch.supervised import Program, RestartPolicy, Restarts, SupervisedProcess
+from torchstrat.launch.supervised import Console, Program, RestartPolicy, Restarts, SupervisedProcess
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 

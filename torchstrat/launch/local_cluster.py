@@ -21,20 +21,19 @@ from torchstrat.core import notebook_html
 from torchstrat.core.context import is_open
 from torchstrat.core.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
 from torchstrat.core.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
-from torchstrat.core.waiting import is_listening
+from torchstrat.core.terminal import is_listening
+from torchstrat.distributed.cluster import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.distributed.cluster_resolver import SimpleClusterResolver
-from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.launch.fork_server import (
     START_METHODS,
     ForkedProcess,
     ForkRefusedError,
     ForkServer,
+    Reaper,
     StartMethod,
     why_not,
 )
-from torchstrat.launch.output import Console
-from torchstrat.launch.reaper import Reaper
-from torchstrat.launch.supervised import Process, Program, RestartPolicy, Starter, SupervisedProcess
+from torchstrat.launch.supervised import Console, Process, Program, RestartPolicy, Starter, SupervisedProcess
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.transport.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.strategies.parameter_server import ParameterServerStrategy

@@ -25,7 +25,7 @@ from torchstrat.core.errors import (
 )
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import require_callable, require_kwargs, require_list_or_tuple
-from torchstrat.distributed.cluster_spec import WORKER
+from torchstrat.distributed.cluster import WORKER
 from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.interface import Task

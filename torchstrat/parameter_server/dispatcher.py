@@ -27,7 +27,7 @@ from torchstrat.core.errors import (
     ParameterServerUnavailable,
     TorchstratError,
 )
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
+from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.parameter_server import scheduler_events as ev
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.job import Job

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrat.checkpoint.pieces import is_block
 from torchstrat.checkpoint.remote import RemoteVariable
-from torchstrat.core import waiting
+from torchstrat.core import terminal
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import (
     CommunicationError,
@@ -26,7 +26,7 @@ from torchstrat.core.errors import (
 )
 from torchstrat.core.optimizers import Tier, groups_with_wrapped, is_listed, wrapped_by
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
+from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.parameter_server import dispatch
 from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.interface import Handler, Peer, Task
@@ -147,7 +147,7 @@ class Job:
         leaves, outcomes = Handler(lambda sender, _: self.on_worker_leaves(sender)), Handler(self._outcomes)
         self.endpoint.serve({"coordinator.worker_leaves": leaves, "coordinator.outcomes": outcomes})
         self.membership.start(self._process_joined, self._process_lost)
-        with waiting.shown("waiting for the parameter servers"):
+        with terminal.shown("waiting for the parameter servers"):
             self.membership.wait_for(self._server_tasks(), self.timeout_seconds)
         self._use_joined_servers()
         if self._takes_over:
@@ -171,7 +171,7 @@ class Job:
         before = self.server_peers()
         until = time.monotonic() + self.timeout_seconds
         while True:
-            with waiting.shown("waiting for parameter servers that were lost"):
+            with terminal.shown("waiting for parameter servers that were lost"):
                 self.membership.wait_for(self._server_tasks(), max(until - time.monotonic(), 0.0))
             self._use_joined_servers()
             try:

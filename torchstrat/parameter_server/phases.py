@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from torchstrat.core.errors import InvalidArgumentError
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
+from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.parameter_server.interface import Task
 
 IDLE: Final = "idle"

@@ -21,7 +21,7 @@ from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.variable.storage import Cell, Storage, VariableHome, VariablePlacement
 from torchstrat.core.variable.variable import Variable, storage_of
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
+from torchstrat.distributed.cluster import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.optimizer_state import Kinds
 from torchstrat.parameter_server.variables.remote_variable import RemoteStorage, recipe_of_variable

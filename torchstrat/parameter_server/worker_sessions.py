@@ -28,7 +28,7 @@ from torchstrat.core.errors import (
 from torchstrat.core.reachable import HELPER_TYPES
 from torchstrat.core.variable.variable import Variable
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
+from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.parameter_server.dispatch import (
     Arguments,
     Batch,

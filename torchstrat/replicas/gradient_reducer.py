@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.core.communicator import Communicator, Work
+from torchstrat.core.engine import Communicator, Work
 from torchstrat.core.gradients import Owned, as_dense, is_plain, share_memory
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import SumsInPlace

@@ -16,12 +16,21 @@ import torch
 
 from torchstrat.core import gradients
 from torchstrat.core._torch_private import queue_backward_callback
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.gradients import CombinedGradient, as_dense, is_watched, share_memory, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.distributed.collectives.agreement import SumsInPlace, agree, agree_and_sum, all_equal
-from torchstrat.replicas.backward_pass import WITH_GRAPHS, EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
-from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
+from torchstrat.replicas.exchange import broadcast_gradients
+from torchstrat.replicas.gradient_records import (
+    WITH_GRAPHS,
+    EndOfPass,
+    GradientRecords,
+    GradientStatus,
+    HookTurns,
+    combine_with_graphs,
+    has_graph,
+    nothing,
+)
 from torchstrat.replicas.gradient_reducer import (
     GradientReducer,
     Owners,
@@ -33,7 +42,6 @@ from torchstrat.replicas.gradient_reducer import (
 )
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.replicas.transfer import broadcast_gradients
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
 WEIGHTS = "backward() under no_sync (weights are exchanged at its start)"

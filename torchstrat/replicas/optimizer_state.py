@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.core.communicator import Communicator
-from torchstrat.core.pieces import memory_of
+from torchstrat.core.engine import Communicator
+from torchstrat.core.tensor_classes import memory_of
 from torchstrat.distributed.collectives.agreement import fingerprint
 
 _PLAIN = (bool, int, float, complex, str, type(None))

@@ -29,7 +29,7 @@ from torchstrat.core._torch_private import (
     put_clipping_hook,
     remove_clipping_hook,
 )
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.gradients import shares
 from torchstrat.core.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
 from torchstrat.core.reduction import ReduceOp

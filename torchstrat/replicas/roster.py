@@ -1,16 +1,25 @@
-"""The variables that take part in a run, under names that are equal on all ranks."""
+"""The variables that take part in a run, under names that are equal on all ranks; and modules that are made in it.
+
+These are lazy ones at their first call, those first built or copied in a step. What every replica of one process makes
+anew in the place of the first one's is the same variable, as it is between processes. It begins with the first one's
+values, and gradients are combined.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core._torch_private import own_buffers, own_parameters
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.reachable import is_made
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import code
 
@@ -124,3 +133,165 @@ class Rosters:
             self._latest = Layout(named)
             tensors = list(named.values())
         return Roster(tensors, self._latest)
+
+
+class Newborn:
+    """Watches for such modules in one run after the other.
+
+    ``ready(module)`` is called right before the first forward pass that uses the values of its variables; on a lazy
+    module this comes after its own hook, which makes the values. ``used(module)`` is called before this and every other
+    forward pass, ``named(module, name, member)`` before a parameter or buffer is registered in any module;
+    ``on_new`` likewise, of tensors under a name that a module which was there when the run began does not have yet.
+    """
+
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        ready: Callable[[nn.Module], None],
+        used: Callable[[nn.Module], None] | None = None,
+        named: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
+        on_new: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._ready = ready
+        self._used = used
+        self._named = named
+        self._on_new = on_new
+        self._modules: Sequence[nn.Module] = ()
+        self._watched: set[int] = set()
+        self._handles: list[Any] = []
+
+    def begin(self, modules: Sequence[nn.Module], *, has_lazy: bool) -> None:
+        """A run begins. ``has_lazy``: some of the ``modules`` have lazy parameters."""
+        self._modules = modules
+        for module in modules if has_lazy else ():
+            if any(is_lazy(parameter) for parameter in own_parameters(module).values() if parameter is not None):
+                self.watch(module)
+        self._registry.on_member, self._registry.is_in_step = self._on_member, True
+        self._registry.open(classes=self._registry.may_create)
+
+    def end(self) -> None:
+        self._registry.close()
+        self._registry.on_member, self._registry.is_in_step = None, False
+        self._modules = ()
+        if self._watched:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._watched.clear()
+
+    def _on_member(self, module: nn.Module, name: str, member: object) -> None:
+        if isinstance(member, torch.Tensor) and not self._registry.is_copy(module):
+            if self._named is not None:
+                self._named(module, name, member)
+            is_new = name not in own_buffers(module) and name not in own_parameters(module)
+            if self._on_new is not None and is_new and any(module is one for one in self._modules):
+                self._on_new(module, name, member)
+            if is_made(module, name, member) and (member.requires_grad or self._named is not None):
+                self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        if id(module) not in self._watched:
+            self._watched.add(id(module))
+            self._handles.append(module.register_forward_pre_hook(_BeforeForward(self)))
+
+    def before_forward(self, module: nn.Module, *, is_first: bool) -> bool:
+        """Whether the module's variables have their values by now."""
+        if not self._handles or any(is_lazy(p) for p in own_parameters(module).values() if p is not None):
+            return False
+        if is_first:
+            self._ready(module)
+        if self._used is not None:
+            self._used(module)
+        return True
+
+
+class _BeforeForward:
+    """The hook. A deep copy of its module gets one that does nothing: the run knows of the copy otherwise."""
+
+    def __init__(self, newborn: Newborn | None) -> None:
+        self._newborn = (lambda: None) if newborn is None else weakref.ref(newborn)
+        self._is_done = False
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        newborn = self._newborn()
+        if newborn is not None:
+            self._is_done = newborn.before_forward(module, is_first=not self._is_done) or self._is_done
+
+    def __deepcopy__(self, memo: object) -> _BeforeForward:
+        return _BeforeForward(None)
+
+
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """The module's own parameters, without those of its children."""
+    return [parameter for parameter in own_parameters(module).values() if parameter is not None]
+
+
+class _Use(NamedTuple):
+    module: weakref.ref[nn.Module]
+    kind: type
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    """As they were before."""
+
+
+class Twins:
+    """Of one run. Modules are told apart by when a replica uses them first: the first one's third new module and
+    another's third are twins, unless they are one and the same."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, list[_Use]] = {}
+        self._first_of: dict[int, torch.Tensor] = {}  # by `id` of another replica's
+
+    def begin(self, replicas: Sequence[int]) -> None:
+        self._uses = {replica: [] for replica in replicas}
+
+    def end(self) -> None:
+        self._uses, self._first_of = {}, {}
+
+    def note_use(self, module: nn.Module, replica: int) -> None:
+        """``replica`` uses a module that has been made in this run, or given a member."""
+        uses = self._uses[replica]
+        if not any(use.module() is module for use in uses):
+            is_first = uses is next(iter(self._uses.values()))
+            buffers = [buffer.detach().clone() for buffer in _buffers_of(module)] if is_first else []
+            uses.append(_Use(weakref.ref(module), type(module), parameters_of(module), buffers))
+
+    def pair(self, module: nn.Module, replica: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """``replica`` has made a module and is about to use it. It gets the first one's buffers; the result has its
+        parameters, and the first replica's like them."""
+        first = next(iter(self._uses.values()))
+        number, own = len(self._uses[replica]), parameters_of(module)
+        if first is self._uses[replica] or number >= len(first) or first[number].module() is module:
+            return []
+        _, kind, theirs, buffers = first[number]
+        if kind is not type(module) or _kinds(own) != _kinds(theirs):
+            return []
+        pairs = list(zip(own, theirs, strict=True))
+        self._first_of.update((id(one), other) for one, other in pairs)
+        if _kinds(_buffers_of(module)) == _kinds(buffers):
+            for buffer, found in zip(_buffers_of(module), buffers, strict=True):
+                buffer.data.copy_(found)
+        return pairs
+
+    def are_of_first(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether each of these is a twin of one of the first replica's."""
+        return all(id(tensor) in self._first_of for tensor in tensors)
+
+    def renamed(self, roster: Roster, hidden: set[int]) -> Roster:
+        """Without the ``hidden`` ones; twins under the names, and in the places, that the first replica's have."""
+        names = {id(tensor): name for name, tensor in roster.items()}
+        own = {}
+        for name, tensor in roster.items():
+            if id(tensor) not in hidden:
+                first = self._first_of.get(id(tensor))
+                own[name if first is None else names.get(id(first), name)] = tensor
+        return Roster.of({name: own[name] for name in roster.names if name in own})
+
+
+def _buffers_of(module: nn.Module) -> list[torch.Tensor]:
+    return [buffer for buffer in own_buffers(module).values() if buffer is not None and not is_lazy(buffer)]
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]

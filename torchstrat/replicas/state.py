@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import version_of
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.gradients import CombinedGradient
-from torchstrat.core.pieces import plain_kind
 from torchstrat.core.reachable import address_of, has_address
+from torchstrat.core.tensor_classes import plain_kind
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 
 

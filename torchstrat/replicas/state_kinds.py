@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDriftError
-from torchstrat.core.pieces import memory_of
+from torchstrat.core.tensor_classes import memory_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, fingerprint
 
@@ -151,7 +151,7 @@ KINDS = (
     StateKind(
         "module made in a step",
         "kept or made anew by every step, its parameters are variables from its first forward pass on: the first "
-        "replica's values, combined gradients (`newborn`)",
+        "replica's values, combined gradients (`Newborn`)",
     ),
     StateKind(
         "leaf tensor made in a step",

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from torchstrat.core import notebook_html
-from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.context import StrategyLike, get_strategy
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.terminal import named_object, parser_with_examples
 from torchstrat.sharding.annotations import Annotator, ShardingRules, annotator_of
 from torchstrat.sharding.grid import (
     DeviceGrid,

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import address_of_storage
-from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.ftrl import Ftrl
 from torchstrat.core.memory import Copies, Holding, Sizes, copies_in_one_process, copies_in_processes, state_bytes_for
+from torchstrat.core.terminal import named_object, parser_with_examples
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.partitioners import MinSizePartitioner
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache

@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import context, memory, nest
-from torchstrat.core.communicator import within
 from torchstrat.core.context import StrategyLike, engine_of, enter, enter_cross, home_of, placement_of, wraps_values
 from torchstrat.core.devices import canonical, torch_device
-from torchstrat.core.engine import ReplicaEngine
+from torchstrat.core.engine import ReplicaEngine, within
 from torchstrat.core.errors import ContextError, InvalidArgumentError
 from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation

@@ -15,8 +15,8 @@ from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongType
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.data.options import InputContext, InputOptions
+from torchstrat.distributed.cluster import ClusterSpec
 from torchstrat.distributed.cluster_resolver import ClusterResolver
-from torchstrat.distributed.cluster_spec import ClusterSpec
 from torchstrat.parameter_server.membership.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.remote_value import DatasetForWorkers
 from torchstrat.parameter_server.server_loss import POLICIES

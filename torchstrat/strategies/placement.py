@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchstrat.core import waiting
+from torchstrat.core import terminal
 from torchstrat.core.devices import (
     local_devices,
     require_present,
@@ -154,19 +154,19 @@ def _one_replica(
     """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
     processes can share it."""
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
+    from torchstrat.core.kept_pages import StepPages
     from torchstrat.distributed.collectives.shared_memory.common_memory import SharesMemory
     from torchstrat.distributed.collectives.shared_memory.device_copies import device_copies
     from torchstrat.distributed.collectives.shm import choose_communicator
     from torchstrat.replicas.per_process.engine import PerProcessReplica
     from torchstrat.replicas.per_process.local_engine import LocalProcessReplica
-    from torchstrat.replicas.per_process.step_pages import StepPages
 
     is_central, is_sharded = isinstance(policy, PrimaryUpdate), isinstance(policy, ShardedUpdate)
     if is_central and not is_sharded:
         collectives = "process_group"
     pages = StepPages(device)  # before the communicator's threads
     copies = device_copies(device) if through_host else None
-    with waiting.shown(f"waiting for all of {plan.size} processes", here=plan.rank == 0):
+    with terminal.shown(f"waiting for all of {plan.size} processes", here=plan.rank == 0):
         communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
     if isinstance(policy, LocalUpdate):
         return LocalProcessReplica(strategy, communicator, device, policy, why)

@@ -30,8 +30,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from torchstrat.core.commands import named_object, parser_with_examples
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
+from torchstrat.core.terminal import named_object, parser_with_examples
 from torchstrat.data import rows, unmarked
 from torchstrat.strategies.strategy import Strategy
 from torchstrat.testing import contract

@@ -22,7 +22,6 @@ import torch
 from torchstrat.strategies import placement
 from torchstrat.testing import (
     cases_autograd,
-    cases_batches,
     cases_helpers,
     cases_models,
     cases_optimizers,
@@ -44,7 +43,7 @@ __all__ = [
     "run_row",
 ]
 
-_FILES = (cases_optimizers, cases_steps, cases_models, cases_autograd, cases_helpers, cases_batches)
+_FILES = (cases_optimizers, cases_steps, cases_models, cases_autograd, cases_helpers)
 CASES: Mapping[str, Case] = {case.name: case for file in _FILES for case in file.CASES}
 """Every training case by name."""
 

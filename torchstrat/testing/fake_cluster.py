@@ -23,8 +23,8 @@ from typing import Any
 
 from torchstrat.core.context import home_of
 from torchstrat.core.errors import CommunicationTimeoutError
+from torchstrat.distributed.cluster import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.distributed.cluster_resolver import SimpleClusterResolver
-from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.parameter_server.coordinator import take_in_losses
 from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.membership import OnJoined, OnLost

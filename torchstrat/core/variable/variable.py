@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from torchstrat.core import context, reduction
-from torchstrat.core.communicator import Communicator, within
 from torchstrat.core.context import StrategyLike, engine_of, home_of, placement_of, wraps_values
 from torchstrat.core.devices import torch_device
-from torchstrat.core.engine import ReplicaEngine
+from torchstrat.core.engine import Communicator, ReplicaEngine, within
 from torchstrat.core.errors import (
     InvalidArgumentError,
     ReplicaDivergenceError,

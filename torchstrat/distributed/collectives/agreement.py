@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from torchstrat.core.communicator import Communicator, in_full
+from torchstrat.core.engine import Communicator, in_full
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.tensor_bytes import bytes_of
 

@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from torchstrat.core._torch_private import store_of_default_group
 from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
-from torchstrat.core.waiting import wait_for_listener
+from torchstrat.core.terminal import wait_for_listener
 from torchstrat.distributed.cluster import ProcessPlan, torchrun_address
-from torchstrat.distributed.collectives.notes import StoreVisits, said_at
-from torchstrat.distributed.collectives.standstill import Peers, Standstill
+from torchstrat.distributed.collectives.notes import Peers, Standstill, StoreVisits, said_at
 
 _LONGER = "Processes that start later than that need a longer timeout=."
 

@@ -19,16 +19,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchstrat.core.communicator import Done
+from torchstrat.core.engine import Done
 from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError, ContextError
 from torchstrat.core.randomness import READING
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.distributed.collectives.agreement import OBJECT, header, length_in
 from torchstrat.distributed.collectives.default_group import DefaultGroup
-from torchstrat.distributed.collectives.notes import PATIENCE_SECONDS, FailureBoard, StoredWords
+from torchstrat.distributed.collectives.notes import (
+    MOMENT_SECONDS,
+    PATIENCE_SECONDS,
+    Channel,
+    FailureBoard,
+    Identity,
+    Peers,
+    StandstillError,
+    StoredWords,
+)
 from torchstrat.distributed.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
-from torchstrat.distributed.collectives.standstill import MOMENT_SECONDS, Channel, Identity, Peers, StandstillError
 
 logger = logging.getLogger("torchstrat.collectives")
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchstrat.core.communicator import Communicator, Done, Words, Work
+from torchstrat.core.engine import Communicator, Done, Words, Work
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan

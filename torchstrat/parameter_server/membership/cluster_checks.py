@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from torchstrat.core.errors import ClusterConfigError
-from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
+from torchstrat.distributed.cluster import CHIEF, EVALUATOR, PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Task
 
 MAXIMAL_PORT = 65535

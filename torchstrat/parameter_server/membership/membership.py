@@ -25,7 +25,7 @@ from torchstrat.core.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.distributed.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.distributed.cluster import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
 from torchstrat.parameter_server.membership.control_channel import ControlChannel, connect, shut_down

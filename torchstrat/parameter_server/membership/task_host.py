@@ -26,7 +26,7 @@ from torchstrat.core.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.distributed.cluster_spec import CHIEF, ClusterSpec
+from torchstrat.distributed.cluster import CHIEF, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Peer, Service, Task
 from torchstrat.parameter_server.membership.cluster_checks import Complaints, split_address
 from torchstrat.parameter_server.membership.control_channel import (

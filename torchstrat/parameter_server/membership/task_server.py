@@ -19,7 +19,7 @@ from typing import Any
 from torchstrat.core import kept_pages
 from torchstrat.core.errors import ClusterConfigError, ContextError, InvalidArgumentError
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.distributed.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.distributed.cluster import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.parameter_server.interface import Endpoint, Service, Task
 from torchstrat.parameter_server.membership.task_host import (
     DEFAULT_DRAIN_TIMEOUT_SECONDS,

@@ -26,12 +26,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat.core import _torch_private, _torch_script_private, gradients
-from torchstrat.core._readers_private import have_readers_ask
+from torchstrat.core import _functional_private, _torch_private, gradients
+from torchstrat.core._functional_private import have_readers_ask
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, sparse_indices, sparse_values
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.tensor_bytes import overlap
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, asking_class, class_behind, tensors_in
+from torchstrat.core.tensor_classes import NEEDS_NO_VALUES, asking_class, class_behind, tensors_in
 from torchstrat.parameter_server.messages import VariableSpec
 
 Moment = tuple[int, int]
@@ -379,7 +379,7 @@ def ask_before_others_take() -> Callable[[], None]:
 @functools.cache
 def _ask_before_c_takes() -> None:
     _torch_private.before_transforms_take(bring_alone)
-    _torch_script_private.before_scripts_use(_bring_all, lambda: bool(_aliases))
+    _functional_private.before_scripts_use(_bring_all, lambda: bool(_aliases))
 
 
 def _bring_all(values: list[object]) -> None:

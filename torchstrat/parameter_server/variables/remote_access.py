@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 
 from torchstrat.core.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
-from torchstrat.distributed.cluster_spec import PARAMETER_SERVER
+from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.messages import (

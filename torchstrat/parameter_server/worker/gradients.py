@@ -34,7 +34,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_functions import methods, properties, tensors_in
+from torchstrat.core.tensor_classes import methods, properties, tensors_in
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
 from torchstrat.parameter_server.worker.stand_ins import WatchedParameter

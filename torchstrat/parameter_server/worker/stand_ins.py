@@ -33,11 +33,11 @@ import torch
 from torch import nn
 
 from torchstrat.core import _torch_private
-from torchstrat.core._readers_private import have_readers_ask
+from torchstrat.core._functional_private import have_readers_ask
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_parameters
 from torchstrat.core.errors import CommunicationError, ContextError
 from torchstrat.core.tensor_bytes import is_same
-from torchstrat.core.tensor_functions import NEEDS_NO_VALUES, tensors_in
+from torchstrat.core.tensor_classes import NEEDS_NO_VALUES, tensors_in
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.optimizers import groups_with_wrapped, wrapped_among, wrapped_by
-from torchstrat.core.tensor_functions import asking_class, class_behind
+from torchstrat.core.tensor_classes import asking_class, class_behind
 from torchstrat.parameter_server.messages import Gone, Reader, VariableSpec
 from torchstrat.parameter_server.serialization.plain import are_equal
 from torchstrat.parameter_server.variables.attributes import mark_of, of_every_optimizer

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import tensors_in_storage
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.optimizers import keep_elements, kept_by
 from torchstrat.distributed.collectives.shared_memory.common_memory import (
     CommonMemory,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.distributed.collectives.shared_memory.common_memory import (
     CommonMemory,

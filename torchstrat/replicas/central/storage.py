@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.gradients import Owned
 from torchstrat.core.optimizers import State, Tier, stand_in_of, tier_of
@@ -28,7 +28,7 @@ from torchstrat.distributed.collectives.shared_memory.device_copies import Devic
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.state import CentralState, Made, Part, Work, portions, tensors_of
-from torchstrat.replicas.renormed_rows import (
+from torchstrat.replicas.scaling_lookups import (
     Rows,
     UsesOfTables,
     may_be_table,
@@ -297,7 +297,7 @@ class CentralStorage:
 
     def look_for_edits(self, *, rows: bool = False) -> int:
         """Whether this rank's program has changed parameters or state in place since the last step: 0 or 1, and with
-        ``rows`` 2 where it has scaled rows of tables (see `renormed_rows`), which count on every rank.
+        ``rows`` 2 where it has scaled rows of tables (see `scaling_lookups`), which count on every rank.
 
         It comes before a meeting after which some write to common memory: so no copy may still be reading there.
         """

@@ -17,8 +17,8 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tensor_bytes import extent
 from torchstrat.core.variables import BufferSlot
-from torchstrat.replicas.local_updates import OwnValues
 from torchstrat.replicas.state import made_by_another, sample
+from torchstrat.replicas.update_policies import OwnValues
 
 
 class _BufferState:

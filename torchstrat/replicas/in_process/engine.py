@@ -31,24 +31,16 @@ from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas import optimizer_state
-from torchstrat.replicas.backward_pass import LossCheck
 from torchstrat.replicas.engine import StepCounts, StepWeights, add_replica_note, adoption_warning, inputs_of, regroup
 from torchstrat.replicas.exchange import AllGather, AllReduce, differentiable
+from torchstrat.replicas.gradient_records import LossCheck
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.local_components import LocalComponents
 from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
-from torchstrat.replicas.local_updates import (
-    LocalRounds,
-    OwnValues,
-    ReplicaRounds,
-    refuse_check,
-    refuse_merge_call,
-    require_rows_for_all,
-)
-from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import LeftGradients, StepsOutside
+from torchstrat.replicas.roster import Newborn, parameters_of
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import (
     DifferingEdits,
@@ -57,7 +49,15 @@ from torchstrat.replicas.state import (
     state_edited_differently,
 )
 from torchstrat.replicas.thread_state import OwnSettings, ProcessSettings, ThreadState
-from torchstrat.replicas.update_policies import LocalUpdate
+from torchstrat.replicas.update_policies import (
+    LocalRounds,
+    LocalUpdate,
+    OwnValues,
+    ReplicaRounds,
+    refuse_check,
+    refuse_merge_call,
+    require_rows_for_all,
+)
 
 
 class InProcessReplicas(ReplicaEngine):

@@ -14,19 +14,17 @@ from typing import Any, NoReturn
 import torch
 
 from torchstrat.core import gradients as arithmetic
-from torchstrat.core.communicator import Done, Words, Work
+from torchstrat.core.engine import Done, Words, Work
 from torchstrat.core.gradients import CombinedGradient, GradientHooks, as_dense, shares
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.replicas.backward_pass import nothing
 from torchstrat.replicas.engine import StepWeights
-from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients, edited_part
+from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients, edited_part, nothing
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.newborn import Twins
-from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.roster import Roster, Rosters, Twins
 from torchstrat.replicas.thread_state import OwnSettings
 
 

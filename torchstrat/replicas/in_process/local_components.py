@@ -15,9 +15,9 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.local_updates import OwnValues, put_values
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import settle
+from torchstrat.replicas.update_policies import OwnValues, put_values
 
 
 class LocalComponents(Components):

@@ -20,7 +20,6 @@ from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
-from torchstrat.replicas.local_updates import LocalRounds
 from torchstrat.replicas.optimizer_state import real_state
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
 from torchstrat.replicas.scaling_lookups import ScalingLookups
@@ -32,6 +31,7 @@ from torchstrat.replicas.state import (
     state_edited_differently,
 )
 from torchstrat.replicas.thread_state import OwnSettings
+from torchstrat.replicas.update_policies import LocalRounds
 
 
 class InProcessSteps:

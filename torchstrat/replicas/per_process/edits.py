@@ -2,7 +2,7 @@
 As in one process, but nobody else would notice between processes.
 
 **Parameters**, changed in place. Decay and clamping are the same on every rank and need nothing. Random noise is not:
-each replica draws its own. Rows of tables that a lookup has scaled (`renormed_rows`) count from every rank.
+each replica draws its own. Rows of tables that a lookup has scaled (`scaling_lookups`) count from every rank.
 
 **State of optimizers.** To read the version of all that an optimizer keeps would cost every step more than it is worth,
 so the step's code has a view of the state that notes what it looks at; most steps never look.
@@ -26,20 +26,20 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import own_buffers, version_of
 from torchstrat.core.buffer_rules import batches_counted, counts_rows, is_statistic
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.gradients import shares
 from torchstrat.core.optimizers import is_listed, stepped_by, wrapped_by
-from torchstrat.core.pieces import memory_of, whole_value_of
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
+from torchstrat.core.tensor_classes import memory_of, whole_value_of
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import fingerprint
-from torchstrat.replicas import renormed_rows
+from torchstrat.replicas import scaling_lookups
 from torchstrat.replicas.engine import StepWeights
+from torchstrat.replicas.exchange import broadcast_tensors
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
-from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
+from torchstrat.replicas.scaling_lookups import renormed_weights
 from torchstrat.replicas.state import is_memory, sample
-from torchstrat.replicas.transfer import broadcast_tensors
 
 Prints = dict[int, float]
 """Of parameters' entries, by the parameter's place."""
@@ -238,7 +238,7 @@ class ParameterEdits:
     """
 
     def __init__(
-        self, modules: Callable[[], Iterable[nn.Module]] = tuple, uses: renormed_rows.UsesOfTables | None = None
+        self, modules: Callable[[], Iterable[nn.Module]] = tuple, uses: scaling_lookups.UsesOfTables | None = None
     ) -> None:
         self._modules, self._uses = modules, uses
         self.state = StateEdits()
@@ -318,9 +318,9 @@ class ParameterEdits:
         known = renormed_weights(self._modules())
         numbers = {number for number, tensor in enumerate(tensors) if id(tensor) in known}
         keys, memory = [id(tensor) for tensor in tensors], [tensor.data for tensor in tensors]
-        own_uses = renormed_rows.uses_of(self._uses, keys)
-        scaled, uses = renormed_rows.level(communicator, memory, numbers, call, own_uses)
-        renormed_rows.require_lookups_alone(self._uses, keys, uses)
+        own_uses = scaling_lookups.uses_of(self._uses, keys)
+        scaled, uses = scaling_lookups.level(communicator, memory, numbers, call, own_uses)
+        scaling_lookups.require_lookups_alone(self._uses, keys, uses)
         return [tensors[number] for number in sorted(scaled)]
 
 

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest, reduction
 from torchstrat.core._torch_private import new_hook_key, own_buffers
-from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import ReplicaContext, StrategyLike, enter
 from torchstrat.core.devices import torch_device
-from torchstrat.core.engine import InputLayout, ReplicaEngine, ReplicaStates
+from torchstrat.core.engine import Communicator, InputLayout, ReplicaEngine, ReplicaStates
 from torchstrat.core.errors import CommunicationError
 from torchstrat.core.gradients import GradientHooks, Owned, check_weight, shares
+from torchstrat.core.kept_pages import StepPages
 from torchstrat.core.memory import Copies, copies_in_processes
 from torchstrat.core.optimizers import wrapped_among
 from torchstrat.core.randomness import ReplicaStreams
@@ -39,24 +39,20 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import INPUT, SumsInPlace, agree, all_equal
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas import exchange, optimizer_state
-from torchstrat.replicas.backward_pass import LossCheck
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.engine import StepCounts, StepWeights, add_note, add_replica_note, adoption_warning, inputs_of
-from torchstrat.replicas.exchange import AllGather, AllReduce, differentiable
+from torchstrat.replicas.exchange import AllGather, AllReduce, broadcast_tensors, differentiable
+from torchstrat.replicas.gradient_records import LossCheck
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, left_gradients, put_hooks, remove_hooks
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
-from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
-from torchstrat.replicas.renormed_rows import renormed_weights
-from torchstrat.replicas.roster import Roster, Rosters
-from torchstrat.replicas.scaling_lookups import ScalingLookups
+from torchstrat.replicas.roster import Newborn, Roster, Rosters, parameters_of
+from torchstrat.replicas.scaling_lookups import ScalingLookups, renormed_weights
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings, compare
-from torchstrat.replicas.transfer import broadcast_tensors
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import own_buffers
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import hyperparameters, is_listed, load_in_place
 from torchstrat.core.reachable import address_of, has_address
@@ -33,12 +33,12 @@ from torchstrat.data.random_states import RandomStreams
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.engine import StepCounts
+from torchstrat.replicas.exchange import broadcast_gradients, broadcast_tensors
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.per_process.edits import level_plain
 from torchstrat.replicas.per_process.step_policies import OWNER
 from torchstrat.replicas.roster import Rosters
-from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 BEFORE = "the start of a run (some replicas have no rows)"
 SETTLE = "the end of a run (gradients that are new in sums)"

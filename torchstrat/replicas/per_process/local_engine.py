@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import after_step, before_step, own_buffers
-from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import StrategyLike
-from torchstrat.core.engine import MakesRounds
+from torchstrat.core.engine import Communicator, MakesRounds
 from torchstrat.core.memory import Copies, local_copies
 from torchstrat.core.optimizers import load_in_place
 from torchstrat.core.reduction import ReduceOp
@@ -25,8 +24,15 @@ from torchstrat.core.values import PerReplica
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree
 from torchstrat.replicas.engine import StepWeights, add_replica_note, inputs_of
-from torchstrat.replicas.local_updates import (
+from torchstrat.replicas.exchange import broadcast_tensors
+from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
+from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
+from torchstrat.replicas.per_process.engine import PerProcessReplica
+from torchstrat.replicas.roster import Roster
+from torchstrat.replicas.state import Trace, trace, trace_of
+from torchstrat.replicas.update_policies import (
     LocalRounds,
+    LocalUpdate,
     OwnValues,
     ReplicaRounds,
     put_values,
@@ -34,13 +40,6 @@ from torchstrat.replicas.local_updates import (
     refuse_merge_call,
     require_rows_for_all,
 )
-from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
-from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
-from torchstrat.replicas.per_process.engine import PerProcessReplica
-from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.state import Trace, trace, trace_of
-from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.replicas.update_policies import LocalUpdate
 
 OUTSIDE = "the start of a run (taking over what rank 0's program has changed between runs)"
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.optimizers import (
     bare_step,
@@ -26,13 +26,13 @@ from torchstrat.core.optimizers import (
 from torchstrat.distributed.collectives.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
+from torchstrat.replicas.exchange import broadcast_gradients, broadcast_tensors
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.per_process.edits import ParameterEdits
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import DifferingEdits
-from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 
 class StepLevels:

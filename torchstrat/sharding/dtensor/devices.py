@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.distributed.collectives.agreement import agree
 from torchstrat.sharding.grid import REPLICA_AXIS, Sharding, logical_axis
@@ -32,7 +32,7 @@ class SameCalls:
     There a sum that one process alone asks for would be answered by what another sends for its next one. So they agree
     on a call before they make it, once: a step that repeats the last one costs nothing. A process that calls another
     thing says so where the others do not come, and that is found while both wait, as different calls elsewhere are
-    (`torchstrat.distributed.collectives.standstill`).
+    (`torchstrat.distributed.collectives.notes`).
     """
 
     def __init__(self, channel: Communicator) -> None:

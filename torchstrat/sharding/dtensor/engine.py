@@ -27,10 +27,9 @@ from torch import nn
 
 from torchstrat.core import context, nest
 from torchstrat.core._torch_private import own_parameters
-from torchstrat.core.communicator import Communicator
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
-from torchstrat.core.engine import InputLayout
+from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import ContextError, ReplicaDivergenceError
 from torchstrat.core.memory import Copies
 from torchstrat.core.randomness import state_of

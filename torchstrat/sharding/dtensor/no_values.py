@@ -17,8 +17,7 @@ import torch
 from torchstrat.core import gradients
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_zero_
 from torchstrat.core.errors import ContextError
-from torchstrat.core.pieces import piece_of
-from torchstrat.core.tensor_functions import getter, methods, properties, setter, tensors_in
+from torchstrat.core.tensor_classes import getter, methods, piece_of, properties, setter, tensors_in
 
 METADATA = {  # what can be asked of a tensor without a look at its elements
     *properties(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.core.communicator import Communicator, Done, Words, Work
+from torchstrat.core.engine import Communicator, Done, Words, Work
 from torchstrat.distributed.collectives.agreement import SumsInPlace
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Piece
 

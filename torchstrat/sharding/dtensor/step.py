@@ -23,7 +23,7 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.optimizers import Tier, bare_step, names_of, stand_in_of, tier_of
-from torchstrat.core.pieces import plain_kind
+from torchstrat.core.tensor_classes import plain_kind
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, local_of
 from torchstrat.sharding.dtensor.operators import apply

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchstrat.core import nest, waiting
+from torchstrat.core import nest, terminal
 from torchstrat.core.errors import InvalidArgumentError
 
 logger = logging.getLogger("torchstrat.tpu")
@@ -112,7 +112,7 @@ class CompilationLog:
         if not any(seen.step == signature.step for seen in self._seen):
             self._first_of_step.add(signature)
         before, times = self._count(), self._seen.get(signature, 0)
-        with waiting.shown(f"compiling {signature.step}", here=times < SETTLING_COMPILES):
+        with terminal.shown(f"compiling {signature.step}", here=times < SETTLING_COMPILES):
             run()
         compiled = self._count() - before
         if compiled:

@@ -31,7 +31,7 @@ from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.reachable import MembersWatch, Watcher
 from torchstrat.core.reduction import VariableAggregation
-from torchstrat.core.tensor_functions import getter, setter
+from torchstrat.core.tensor_classes import getter, setter
 from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu import _functorch_private as functorch

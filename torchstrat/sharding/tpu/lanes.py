@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_functions import properties
+from torchstrat.core.tensor_classes import properties
 from torchstrat.sharding.tpu import _functorch_private as functorch
 
 Function = Callable[..., object]

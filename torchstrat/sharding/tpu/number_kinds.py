@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torchstrat.core import nest
 from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.reduction import HALF
-from torchstrat.core.tensor_functions import setter
+from torchstrat.core.tensor_classes import setter
 from torchstrat.sharding.tpu.lanes import Arguments, Function, Options, TensorSet
 from torchstrat.sharding.tpu.limits import current_place
 

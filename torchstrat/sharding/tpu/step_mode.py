@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast_enabled, swap_tensor_impl
 from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.core.optimizers import Tier, tier_of
-from torchstrat.core.tensor_functions import getter, setter
+from torchstrat.core.tensor_classes import getter, setter
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import Tensors
 from torchstrat.sharding.tpu.draws import Draws, is_draw

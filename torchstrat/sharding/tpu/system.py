@@ -20,9 +20,8 @@ from typing import TypeGuard
 import numpy as np
 
 from torchstrat.core.errors import ContextError, DeviceError, InvalidArgumentError, WrongTypeError
-from torchstrat.distributed.cluster import ClusterResolver
+from torchstrat.distributed.cluster import ClusterResolver, ClusterSpec
 from torchstrat.distributed.cluster_resolver import TPUClusterResolver
-from torchstrat.distributed.cluster_spec import ClusterSpec
 from torchstrat.distributed.tpu_topology import Integers, Topology, checked_mesh_shape, frozen
 from torchstrat.sharding.tpu.device_assignment import DeviceAssignment
 from torchstrat.sharding.tpu.spmd import SpmdRuntime

@@ -21,7 +21,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.pieces import in_place_of
+from torchstrat.core.tensor_classes import in_place_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.tpu import _functorch_private as functorch

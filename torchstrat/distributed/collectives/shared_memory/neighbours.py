@@ -14,7 +14,7 @@ import struct
 import time
 from typing import NamedTuple
 
-from torchstrat.core.communicator import Communicator
+from torchstrat.core.engine import Communicator
 from torchstrat.distributed.collectives.shared_memory import lockstep
 from torchstrat.distributed.collectives.shared_memory.segment import Segment
 

@@ -6,17 +6,10 @@ Each file has the operators of one kind; one that is not here is refused by name
 Imports from `core` and `sharding/dtensor`.
 """
 
-from torchstrat.sharding.dtensor.operators import (
-    contraction,
-    data_attribute,
-    elementwise,
-    losses,
-    reductions,
-    shapes,
-)
+from torchstrat.sharding.dtensor.operators import contraction, data_attribute, elementwise, losses, reductions
 from torchstrat.sharding.dtensor.operators.rules import apply, operators, with_stand_ins
 
-_RULES = (contraction, data_attribute, elementwise, losses, reductions, shapes)
+_RULES = (contraction, data_attribute, elementwise, losses, reductions)
 """Each registers its own when it is imported."""
 
 __all__ = ["apply", "operators", "with_stand_ins"]

@@ -25,7 +25,7 @@ from torchstrat.core._torch_private import (
     tensors_in_storage,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_functions import getter, setter
+from torchstrat.core.tensor_classes import getter, setter
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, cut_tensor, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.operators.rules import Call, rule
 

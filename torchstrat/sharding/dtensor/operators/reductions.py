@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from torchstrat.core._torch_private import foreach_norm
 from torchstrat.core.reduction import HALF, widen
-from torchstrat.core.tensor_functions import tensors_in
+from torchstrat.core.tensor_classes import tensors_in
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, cut_axes
 from torchstrat.sharding.dtensor.operators.elementwise import over_elements

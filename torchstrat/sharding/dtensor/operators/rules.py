@@ -24,7 +24,7 @@ from torchstrat.core._torch_private import (
     is_inside_transform,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_functions import getter, setter, tensors_in
+from torchstrat.core.tensor_classes import getter, setter, tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
