@@ -178,15 +178,6 @@ class World:
     def optimizers(self) -> Iterator[tuple[Token, Optimizer]]:
         return ((token, value) for token, value in list(self._objects.items()) if isinstance(value, Optimizer))
 
-    def tensors(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
-        """Every tensor that `make_tensor` made, as it was made: modules may have replaced a buffer since."""
-        return ((spec, self._objects[token]) for token, spec in list(self._specs.items()))
-
-    def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
-        """The variable of the job that a tensor of this world is; None for any other tensor."""
-        token = self._tokens.get(id(tensor))
-        return self._specs.get(token) if token is not None else None
-
 
 def _missing(error: ModuleNotFoundError, what: str) -> FunctionError:
     return FunctionError(

@@ -43,8 +43,8 @@ from torchstrat.parameter_server.messages import (
     WriteOrder,
     WriteReport,
 )
+from torchstrat.parameter_server.variable_home import RemoteStorage
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
-from torchstrat.parameter_server.variables.remote_variable import RemoteStorage
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored, WrittenPart
