@@ -75,7 +75,7 @@ class VariableServer:
 
     Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once; reads and
     pushes of processes of the same host on a thread per process. Short orders of the coordinator (fence, forget,
-    catalog, peers, dtype) have a thread of their own and never queue behind those.
+    catalog, dtype) have a thread of their own and never queue behind those.
     """
 
     def __init__(self, threads: int = 4, *, owns_process: bool = True) -> None:
@@ -84,7 +84,6 @@ class VariableServer:
         self._work = ThreadPoolExecutor(threads, thread_name_prefix="torchstrat-ps")
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="torchstrat-ps-orders")
         self._checkpoints = CheckpointShards(self.store)
-        self._endpoint: Endpoint | None = None
         self._switching: contextlib.ExitStack = contextlib.ExitStack()
         self._has_left_overs = threading.Event()
         self._coordinator: Peer | None = None
@@ -111,7 +110,6 @@ class VariableServer:
             "ps.end_checkpoint": self._end_checkpoint,
             "ps.read_checkpoint": self._checkpoints.read,
             "ps.adopt_checkpoint": self._checkpoints.adopt,
-            "ps.reset": lambda _: store.reset(),
         }
         orders: dict[str, Callable[[Any], object]] = {
             "ps.fence": store.fence,
@@ -121,7 +119,6 @@ class VariableServer:
             "ps.step_result": lambda payload: store.result_of(*payload),
             "ps.applied_parts": store.applied_parts,  # behind the fence of who ran it before
             "ps.catalog": lambda _: store.catalog(),
-            "ps.add_peer": self._add_peer,
             "ps.use_default_dtype": self._use_default_dtype,
         }
         for name in _LEAVE_MUCH_FREE:
@@ -135,7 +132,6 @@ class VariableServer:
         return Handler(answer, self._work, takes_memory=True, borrows=True, may_hold_up_its_caller=True)
 
     def attach(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
         self.store.owner = str(endpoint.peer)
         self._switching.enter_context(_quick_switches())
 
@@ -201,10 +197,6 @@ class VariableServer:
         """Optimizers make state of it."""
         if self._owns_process:
             torch.set_default_dtype(dtype)
-
-    def _add_peer(self, peer: Peer) -> None:
-        assert self._endpoint is not None, "a message arrived before the endpoint was attached"
-        self._endpoint.add_peer(peer)
 
 
 def _without_sender(answer: Callable[[object], object]) -> Callable[[Peer, object], object]:
