@@ -99,7 +99,7 @@ def test_submissions_are_numbered_without_a_gap() -> None:
     with pytest.raises(InvalidArgumentError, match="function 100"):
         scheduler.handle(ev.Submitted(100))
     assert scheduler.next_function == 101
-    assert play(scheduler, finished(0, "0a", 100)) == [ev.Complete((100,)), ev.AllDone()]
+    assert play(scheduler, finished(0, "0a", 100)) == [ev.Complete((100,))]
 
 
 @pytest.mark.parametrize("wrong", [{"batches_per_worker": 0}, {"forget_every": 0}])
@@ -120,7 +120,7 @@ def test_a_failure_that_a_loss_caused_is_no_new_error_after_the_recovery() -> No
         *submitted(1),
     )
     assert play(scheduler, ev.Failed(0, "0a", 0, LOST)) == [ev.Cancel(0, LOST)]
-    assert play(scheduler, ev.Failed(1, "1a", 1, LOST)) == [ev.Fail(1, LOST), ev.Quiet()], "this one was later"
+    assert play(scheduler, ev.Failed(1, "1a", 1, LOST)) == [ev.Fail(1, LOST)], "this one was later"
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -327,10 +327,10 @@ def test_a_long_queue_is_no_burden() -> None:
     for function in range(1000):
         assert sent(scheduler.handle(finished(0, "0a", function))) == [(function + 1, 0)]
     check(scheduler)
-    assert play(scheduler, ev.Failed(0, "0a", 1000, WRONG)) == [ev.Fail(1000, WRONG), ev.Quiet()]
+    assert play(scheduler, ev.Failed(0, "0a", 1000, WRONG)) == [ev.Fail(1000, WRONG)]
     cancelled = play(scheduler, ev.ErrorTaken())
-    assert cancelled[:-2] == [ev.Cancel(function, WRONG) for function in range(1001, functions)]
-    assert cancelled[-2:] == [ev.Forget(functions), ev.AllDone()]
+    assert cancelled[:-1] == [ev.Cancel(function, WRONG) for function in range(1001, functions)]
+    assert cancelled[-1] == ev.Forget(functions)
 
 
 # ---- generated histories ---------------------------------------------------------------------------------------------
@@ -372,7 +372,6 @@ class History(RuleBasedStateMachine):
         self.taken_below = 0
         self.forgotten = 0
         self.reporting: tuple[int, str] | None = None
-        self.announced: Action | None = ev.AllDone()
 
     @initialize(room=st.integers(1, 3), forget_every=st.integers(1, 5), workers=st.integers(0, WORKERS))
     def start(self, room: int, forget_every: int, workers: int) -> None:
@@ -424,19 +423,7 @@ class History(RuleBasedStateMachine):
         waiting_to_be_forgotten = self.done_below() - self.forgotten
         assert waiting_to_be_forgotten >= 0, "forgets what is not over"
         assert waiting_to_be_forgotten < self.forget_every
-        self.check_announcement(actions)
         return actions
-
-    def check_announcement(self, actions: list[Action]) -> None:
-        """Once, at the event after which it holds; anew after a submission, and when an error was taken."""
-        state: Action | None = None
-        if not self.sent and (self.pending() is not None or (self.lost and self.queued())):
-            state = ev.Quiet()
-        elif self.submitted == len(self.outcomes) and self.pending() is None:
-            state = ev.AllDone()
-        told = [action for action in actions if isinstance(action, ev.Quiet | ev.AllDone)]
-        assert told == ([state] if state is not None and state != self.announced else [])
-        self.announced = state
 
     def check_asked_for_all(self, actions: list[Action], processes: list[tuple[int, str]]) -> None:
         """But for a function that is alone: it has been begun, or is about to be."""
@@ -719,9 +706,7 @@ class History(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         assert scheduler.in_flight == len(self.sent)
-        assert scheduler.unfinished == self.submitted - len(self.outcomes)
-        assert scheduler.queued == scheduler.unfinished - len(self.sent)
-        assert scheduler.done == (len(self.outcomes) == self.submitted)
+        assert scheduler.queued == self.submitted - len(self.outcomes) - len(self.sent)
         assert scheduler.pending_error is self.pending()
         assert scheduler.servers_lost == self.lost
         half_way = self.pending() is None and not self.losses.keys() <= self.outcomes.keys()

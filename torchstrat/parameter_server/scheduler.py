@@ -6,8 +6,7 @@
     for action in scheduler.handle(WorkerJoined(0, "a1")) + scheduler.handle(Submitted(0)):
         ...                                                    # Dispatch(functions=(0,), worker=0, …)
 
-The shell around it holds a lock over `handle`, carries the actions out in their order, and waits on a condition that it
-notifies at `Quiet` and `AllDone`. Both come once, at the event after which they hold.
+The shell around it holds a lock over `handle`, and carries the actions out in their order.
 
 How functions run
     In batches, first in, first out; any worker with room takes the next batch, those with the least to do first. A
@@ -66,7 +65,6 @@ from typing import Any
 from torchstrat.core.errors import CommunicationError, FunctionSetAsideError, InvalidArgumentError
 from torchstrat.parameter_server.scheduler_events import (
     Action,
-    AllDone,
     AwaitMoment,
     Batch,
     Cancel,
@@ -85,7 +83,6 @@ from torchstrat.parameter_server.scheduler_events import (
     LostFunctions,
     MomentPassed,
     Process,
-    Quiet,
     Recall,
     Release,
     ServersLost,
@@ -149,7 +146,6 @@ class Scheduler:
         self._taken_error: BaseException | None = None
         self._loss_below = first_function  # the same of the last loss of servers
         self._loss: BaseException | None = None
-        self._announced: type[Quiet] | type[AllDone] | None = AllDone
         self._handlers: dict[type, Callable[[Any, list[Action]], None]] = {
             Submitted: self._submitted,
             WorkerJoined: self._worker_joined,
@@ -170,11 +166,6 @@ class Scheduler:
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     @property
-    def done(self) -> bool:
-        """Whether every function has its outcome. An error may be pending."""
-        return not self.unfinished
-
-    @property
     def queued(self) -> int:
         """How many functions wait to be dispatched, for the first time or again."""
         return self._end - self._next + len(self._back) + len(self._again) + len(self._later)
@@ -183,11 +174,6 @@ class Scheduler:
     def in_flight(self) -> int:
         """How many functions are at workers."""
         return len(self._running)
-
-    @property
-    def unfinished(self) -> int:
-        """How many functions have no outcome yet."""
-        return self.queued + len(self._running)
 
     @property
     def ended_below(self) -> int:
@@ -208,11 +194,6 @@ class Scheduler:
     def servers_lost(self) -> bool:
         """Whether nothing can run until `ServersRestored`."""
         return self._servers_lost
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is in flight nor will be: an error is pending, or functions wait for lost servers."""
-        return not self._running and (self.pending_error is not None or (self._servers_lost and self.queued > 0))
 
     @property
     def at_rest(self) -> bool:
@@ -266,7 +247,6 @@ class Scheduler:
         if type(event) is not Submitted:  # which changes nothing of this, and is what there is most of
             self._balance(actions)
             self._forget(actions)
-        self._announce(actions)
         return actions
 
     def _submitted(self, event: Submitted, actions: list[Action]) -> None:
@@ -274,7 +254,6 @@ class Scheduler:
             raise InvalidArgumentError(f"function {event.function} was submitted, but {self._end} is the next number.")
         self._end += 1
         self._lost.limit(event.function, event.max_attempts)
-        self._announced = None
         self._dispatch(actions)
 
     def _worker_joined(self, event: WorkerJoined, actions: list[Action]) -> None:
@@ -386,7 +365,6 @@ class Scheduler:
         if self._server_error is not None:
             self._loss_below = self._end
         self._server_error = self._function_error = None
-        self._announced = None
 
     def _dispatch_held(self, event: DispatchHeld, actions: list[Action]) -> None:
         self._held = True
@@ -586,15 +564,3 @@ class Scheduler:
         if self._low - self._forgotten >= self._forget_every:
             self._forgotten = self._low
             actions.append(Forget(self._low))
-
-    def _announce(self, actions: list[Action]) -> None:
-        state: type[Quiet] | type[AllDone] | None = None
-        if self._running:
-            pass  # neither can hold; this is the usual case, and the cheap one
-        elif self.quiet:
-            state = Quiet
-        elif not self.unfinished and self.pending_error is None:
-            state = AllDone
-        if state is not None and state is not self._announced:
-            actions.append(state())
-        self._announced = state

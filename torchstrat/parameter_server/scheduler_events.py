@@ -224,17 +224,7 @@ class AwaitMoment:
     """Tell `MomentPassed` in some milliseconds; comes again only after that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
-    """Nothing is in flight and nothing will be: an error is pending, or functions wait for lost servers."""
-
-
-@dataclass(frozen=True, slots=True)
-class AllDone:
-    """Every function has its outcome, and no error is pending."""
-
-
-Action: TypeAlias = Dispatch | Recall | Complete | Fail | Cancel | Release | Forget | AwaitMoment | Quiet | AllDone
+Action: TypeAlias = Dispatch | Recall | Complete | Fail | Cancel | Release | Forget | AwaitMoment
 
 
 class LostFunctions:
