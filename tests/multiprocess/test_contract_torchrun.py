@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -15,10 +16,10 @@ import torch
 from torch import nn
 
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
-from torchstrat.errors import UnsupportedError
+from torchstrat.errors import CommunicationError, NotSendableError, UnsupportedError
 from torchstrat.testing import Workers, contract, divergence
 from torchstrat.testing.cases_optimizers import FreeOfSchedules
-from torchstrat.testing.training import Batch, Mlp, Training, one_device, squared_error
+from torchstrat.testing.training import Batch, Mlp, Training, one_device, plain_step, regression, squared_error
 
 PROCESSES = 2
 DIVERGENCE_TIMEOUT = timedelta(seconds=3)
@@ -165,6 +166,37 @@ def test_an_optimizer_that_moves_weights_within_a_step(row: str, when: str, two_
     case = contract.Case("moved_in_step", partial(moved_in_step, when))
     contract.check_agreement(case, results)
     contract.check(case, results[0], one_device(case, 1))
+
+
+def keep_a_local_class(row_name: str) -> str:
+    """The optimizer keeps what cannot be pickled, and the last batch is of one rank alone."""
+
+    class Local:
+        pass
+
+    class Keeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["kept"] = Local()
+            super().step()
+
+    def build() -> Training:
+        model = Mlp()
+        return Training(plain_step(model, Keeping(model.parameters(), lr=0.1)), {"model": model})
+
+    try:
+        contract.run_row(contract.Case("kept", build, partial(regression, (4, 1))), contract.TORCHRUN[row_name])
+    except (NotSendableError, CommunicationError) as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("row", ["mirrored", "multi_worker_mirrored"])
+def test_what_cannot_be_pickled_is_named(row: str, two_processes: Workers) -> None:
+    says = r"part of that cannot be pickled \(.*keep_a_local_class.<locals>.Local.*top level of a module"
+    first, second = two_processes.run(keep_a_local_class, row)
+    assert re.search(says, first)
+    assert "replica 0 raised NotSendableError" in second
 
 
 def draw_in_steps(row_name: str) -> list[list[float]]:

@@ -36,6 +36,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "elements_exchanged_outside": UnsupportedError,  # for a moment two parameters have one memory
     "lookahead_without_hooks": UnsupportedError,  # not known where it is made, and may look at all it steps
     "lookahead_with_plain_hooks": UnsupportedError,
+    "lookahead_without_hooks_idle": UnsupportedError,
     "several_in_one": UnsupportedError,
     "pruned_further": UnsupportedError,  # by what a forward pass has made on the worker
 }

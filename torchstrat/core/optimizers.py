@@ -185,6 +185,19 @@ def own_step(optimizer: Optimizer) -> object:
     return None if is_of_class else types.MethodType(wrapped, optimizer)
 
 
+def is_seen_to_step(optimizer: Optimizer) -> bool:
+    """Whether PyTorch's hooks are called around its steps, as its constructor sees to. Of a wrapper that does without
+    that only the steps of what it wraps are seen, and all else that its ``step`` does is the program's code."""
+    return hasattr(type(optimizer).step, "hooked")
+
+
+def own_state(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """Empty for a wrapper that shows the state of those that it wraps by something else than a dictionary: a
+    `ChainMap` that is asked for an entry makes one in the first of them."""
+    state: object = optimizer.state
+    return state if isinstance(state, dict) else {}
+
+
 def hyperparameters(group: Mapping[str, object]) -> dict[str, object]:
     """Of a parameter group, all but its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
@@ -257,10 +270,15 @@ def kept_by(optimizer: Optimizer) -> list[object]:
     return found
 
 
-def load_in_place(optimizer: Optimizer, state: dict[str, object]) -> None:
+def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """`Optimizer.load_state_dict` into the groups and the state that are there, where PyTorch puts others in their
     place: an optimizer that wraps this one may have the same (``self.param_groups = wrapped.param_groups``)."""
     kept, groups, each = optimizer.state, optimizer.param_groups, list(optimizer.param_groups)
+    if not is_seen_to_step(optimizer):  # to load would let PyTorch call hooks around its steps from now on
+        tensors = [tensor for group in groups for tensor in group["params"]]
+        kept.clear()
+        kept.update({tensors[place]: entry for place, entry in state["state"].items()})
+        return
     optimizer.load_state_dict(state)
     if optimizer.param_groups is not groups:
         for group, loaded in zip(each, optimizer.param_groups, strict=True):

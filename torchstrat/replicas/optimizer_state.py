@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.core.engine import Communicator
+from torchstrat.core.optimizers import own_state
 from torchstrat.core.tensor_classes import memory_of
 from torchstrat.distributed.collectives.agreement import fingerprint
 
@@ -82,7 +83,7 @@ _NOTHING = object()
 def entries(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Its groups, and then the state of each parameter, in an order that is the same on all ranks."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    states = [optimizer.state.get(tensor) for tensor in tensors]
+    states = [own_state(optimizer).get(tensor) for tensor in tensors]
     return [*optimizer.param_groups, *(one if isinstance(one, dict) else {} for one in states)]
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import InvalidArgumentError, ReplicaDriftError
+from torchstrat.core.optimizers import own_state
 from torchstrat.core.tensor_classes import memory_of
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, fingerprint
@@ -63,7 +64,7 @@ def _optimizer_state(state: Belongings) -> Iterator[tuple[str, Digest]]:
     for number, optimizer in enumerate(state.registry.optimizers()):
         if state.has_state(optimizer):
             for place, tensor in _stepped(optimizer):
-                for name, value in (optimizer.state.get(tensor) or {}).items():
+                for name, value in (own_state(optimizer).get(tensor) or {}).items():
                     yield f"state {name} of parameter {place} of {_called(optimizer, number)}", _digest(value)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from torchstrat.core.engine import Communicator, in_full
-from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.errors import NotSendableError, ReplicaDivergenceError
 from torchstrat.core.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,18 @@ def length_in(first: Sequence[float]) -> int:
 
 INPUT = "distribute_dataset"
 """The call that makes a channel for input."""
+
+
+def pickled(value: object, what: str) -> bytes:
+    """For the other ranks. Raises `NotSendableError` before they are met."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # whatever a class's own methods raise
+        raise NotSendableError(
+            f"{in_full(what)} hands what this process has to the others, and a part of that cannot be pickled "
+            f"({type(error).__name__}: {error}). What an optimizer or a module keeps, and what a step returns, may be "
+            "of any class that lies at the top level of a module."
+        ) from error
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:

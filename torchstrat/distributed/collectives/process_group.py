@@ -24,7 +24,7 @@ from torchstrat.core.errors import CommunicationError, CommunicationTimeoutError
 from torchstrat.core.randomness import READING
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
-from torchstrat.distributed.collectives.agreement import OBJECT, header, length_in
+from torchstrat.distributed.collectives.agreement import OBJECT, header, length_in, pickled
 from torchstrat.distributed.collectives.default_group import DefaultGroup
 from torchstrat.distributed.collectives.notes import (
     MOMENT_SECONDS,
@@ -449,7 +449,7 @@ class ProcessGroupCommunicator:
         return [received.tolist() for received in self.all_gather(row, what)]
 
     def all_gather_object(self, value: object, what: str) -> list[Any]:
-        message = pickle.dumps(value)
+        message = pickled(value, what)
         lengths = self._meet(message, what)
         row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -457,7 +457,7 @@ class ProcessGroupCommunicator:
         return [pickle.loads(one.numpy()[:length].tobytes()) for one, length in zip(rows, lengths, strict=True)]
 
     def broadcast_object(self, value: object, source: int, what: str) -> Any:
-        message = pickle.dumps(value) if self.rank == source else b""
+        message = pickled(value, what) if self.rank == source else b""
         length = self._meet(message, what)[source]
         if self.rank != source:
             row = torch.empty(length, dtype=torch.uint8, device="cpu")

@@ -21,6 +21,7 @@ from torchstrat.core.engine import Communicator, Done, Words, Work
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.distributed.cluster import ProcessPlan
+from torchstrat.distributed.collectives.agreement import pickled
 from torchstrat.distributed.collectives.process_group import SUMMED_AS, ProcessGroupCommunicator
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
@@ -196,7 +197,7 @@ class SharedMemoryCommunicator:
                 target[start : start + BLOCK_BYTES].copy_(block)
 
     def all_gather_object(self, value: object, what: str) -> list[Any]:
-        message = pickle.dumps(value)
+        message = pickled(value, what)
         return [
             pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))
         ]
@@ -224,7 +225,7 @@ class SharedMemoryCommunicator:
         return [bytes(collected) for collected in received]
 
     def broadcast_object(self, value: object, source: int, what: str) -> Any:
-        message = pickle.dumps(value) if self.rank == source else b""
+        message = pickled(value, what) if self.rank == source else b""
         told = self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))[source]
         return value if self.rank == source else pickle.loads(told)
 

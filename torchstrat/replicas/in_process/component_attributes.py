@@ -469,25 +469,28 @@ class ComponentHelpers:
             self.add([helper], owner)
 
     def enter_step(self, optimizer: Optimizer) -> None:
-        """The leader's ``optimizer`` is about to step: on the state itself."""
-        self._stepping.add(id(optimizer))
+        """The leader's ``optimizer`` is about to step, and with it those that it wraps: on the state itself."""
+        stepping = (optimizer, *wrapped_by(optimizer))
         if not is_listed(type(optimizer)):
-            self._settings = {id(one): optimizer_state.settings(one) for one in (optimizer, *wrapped_by(optimizer))}
-        own = vars(optimizer)
-        if "state" in own:
-            own["state"] = real_state(own["state"])
+            self._settings = {id(one): optimizer_state.settings(one) for one in stepping}
+        for one in stepping:
+            self._stepping.add(id(one))
+            own = vars(one)
+            if "state" in own:
+                own["state"] = real_state(own["state"])
 
     def leave_step(self, optimizer: Optimizer) -> None:
-        self._stepping.discard(id(optimizer))
         self._tell_settings()
-        shared, own = self._states.get(id(optimizer)), vars(optimizer)
-        if shared is None or not isinstance(own.get("state"), dict):
-            return
-        shared.real = real_state(own["state"])
-        shared.stepped()
-        if self._watches_leader:
-            view = self._views.get(id(optimizer))
-            own["state"] = LeaderView(shared) if view is None else view
+        for one in (optimizer, *wrapped_by(optimizer)):
+            self._stepping.discard(id(one))
+            shared, own = self._states.get(id(one)), vars(one)
+            if shared is None or not isinstance(own.get("state"), dict):
+                continue
+            shared.real = real_state(own["state"])
+            shared.stepped()
+            if self._watches_leader:
+                view = self._views.get(id(one))
+                own["state"] = LeaderView(shared) if view is None else view
 
     def _tell_settings(self) -> None:
         """What a step has set in its groups (a count, the next rate) is every replica's: nobody else has stepped."""

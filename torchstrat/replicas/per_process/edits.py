@@ -28,7 +28,7 @@ from torchstrat.core._torch_private import own_buffers, version_of
 from torchstrat.core.buffer_rules import batches_counted, counts_rows, is_statistic
 from torchstrat.core.engine import Communicator
 from torchstrat.core.gradients import shares
-from torchstrat.core.optimizers import is_listed, stepped_by, wrapped_by
+from torchstrat.core.optimizers import is_listed, is_seen_to_step, stepped_by, wrapped_by
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tensor_classes import memory_of, whole_value_of
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
@@ -274,7 +274,7 @@ class ParameterEdits:
     def moved_by(self, optimizer: Optimizer) -> float:
         """How often the program has changed in place what an optimizer of a class of its own steps, since that was
         noted: it may do so by what the optimizer keeps. Classes of torch's have no methods that would."""
-        if is_listed(type(optimizer)):
+        if is_listed(type(optimizer)) or not is_seen_to_step(optimizer):
             return 0.0
         noted = ((tensor, self._noted.get(id(tensor))) for tensor in stepped_by(optimizer))
         return float(sum(version_of(tensor) - known[1] for tensor, known in noted if known is not None))

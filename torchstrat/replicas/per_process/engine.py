@@ -30,7 +30,7 @@ from torchstrat.core.errors import CommunicationError
 from torchstrat.core.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.core.kept_pages import StepPages
 from torchstrat.core.memory import Copies, copies_in_processes
-from torchstrat.core.optimizers import wrapped_among
+from torchstrat.core.optimizers import is_seen_to_step, wrapped_among
 from torchstrat.core.randomness import ReplicaStreams
 from torchstrat.core.reduction import Axis, ReduceOp
 from torchstrat.core.values import DistributedValues, PerReplica, batches_among, select_replica
@@ -304,8 +304,8 @@ class PerProcessReplica(ReplicaEngine):
         return ShardedSteps(self._gradients, self._edits, self._differing, self._storage)
 
     def _is_of_owner(self, optimizer: Optimizer) -> bool:
-        """Whether the owner alone has the optimizer's state."""
-        return self._central and not self.shares_steps(optimizer)
+        """Whether the owner alone has the optimizer's state. All have that of a wrapper whose steps are not seen."""
+        return self._central and is_seen_to_step(optimizer) and not self.shares_steps(optimizer)
 
     def shares_steps(self, optimizer: Optimizer) -> bool:
         """Whether the processes share out this optimizer's steps, in memory of the host."""
@@ -525,7 +525,7 @@ class PerProcessReplica(ReplicaEngine):
                 found = optimizer_state.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
         for optimizer in [] if all_equal(states) else optimizers:
-            if not self._is_of_owner(optimizer):
+            if not self._central or self.shares_steps(optimizer):
                 self._policy.level_state(optimizer, END_OF_RUN)
         if buffers.sums or (differ and not all_equal([row[5:] for row in rows])):
             buffers.merge(self._communicator, weights, END_OF_RUN)

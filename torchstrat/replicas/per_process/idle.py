@@ -23,7 +23,7 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import own_buffers
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.optimizers import hyperparameters, is_listed, load_in_place
+from torchstrat.core.optimizers import hyperparameters, is_listed, is_seen_to_step, load_in_place
 from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
@@ -263,7 +263,7 @@ class IdleReplicas:
         """Whether its state is where it belongs without being handed over."""
         if self._is_of_owner(optimizer):
             return self._first == OWNER
-        return self._storage is not None
+        return self._storage is not None and self._storage.shares(optimizer)
 
     def _materialise(self, manifest: _Manifest) -> None:
         """Lazy parameters and buffers whose shapes the others now know, and what a step has replaced."""
@@ -331,13 +331,30 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, object]]:
 
 
 def _state_dict(helper: object) -> Any:
-    """None: it has none, such as a wrapper that does without torch's constructor; what it wraps is a helper too."""
-    lacks = isinstance(helper, Optimizer) and not hasattr(helper, "_optimizer_load_state_dict_post_hooks")
-    if lacks and Optimizer in (_owner_of(helper, "state_dict"), _owner_of(helper, "load_state_dict")):
+    """None: it has none of its own, and what it wraps are helpers, too."""
+    if isinstance(helper, Optimizer) and not isinstance(helper.state, dict):
         return None
+    if isinstance(helper, Optimizer) and _asks_tables_of_hooks(helper):
+        return _state_without_tables(helper)
     state = helper.state_dict() if hasattr(helper, "state_dict") else None
     is_odd = isinstance(helper, Optimizer) and not (isinstance(state, dict) and "param_groups" in state)
-    return None if is_odd else state  # a list of those of several that it wraps, say: they are helpers, too
+    return None if is_odd else state  # a list of those of several that it wraps, say
+
+
+def _asks_tables_of_hooks(optimizer: Optimizer) -> bool:
+    """Whether to save or to load its state asks for tables that it has not."""
+    lacks = not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+    return lacks and Optimizer in (_owner_of(optimizer, "state_dict"), _owner_of(optimizer, "load_state_dict"))
+
+
+def _state_without_tables(optimizer: Optimizer) -> dict[str, Any] | None:
+    """As ``state_dict`` has it, of a wrapper that has no tables of hooks, which that asks for. Its groups are those of
+    what it wraps."""
+    if is_seen_to_step(optimizer):
+        return None
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    entries = {place: optimizer.state[tensor] for place, tensor in enumerate(tensors) if tensor in optimizer.state}
+    return {"state": entries, "param_groups": []}
 
 
 def _owner_of(value: object, name: str) -> type | None:

@@ -18,6 +18,7 @@ from torchstrat.core.optimizers import (
     bare_step,
     be_idle,
     is_listed,
+    is_seen_to_step,
     make_stand_in,
     step_in_blocks,
     stepped_by,
@@ -128,7 +129,7 @@ class StepLevels:
         """Ranks have changed parameters differently. An optimizer of a class of the program's own may have done so by
         its state, which the first rank alone has. All ranks call it."""
         for optimizer in optimizers:
-            if is_listed(type(optimizer)):
+            if is_listed(type(optimizer)) or not is_seen_to_step(optimizer):
                 continue
             looked = float(self._edits.state.is_looked_at(optimizer))
             if any(row[0] for row in agree(self._communicator, call, (looked,))):
