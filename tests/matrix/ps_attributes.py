@@ -1,4 +1,6 @@
-"""What a program sets on parameters and buffers (``weight.no_decay = True``), for functions and steps to look at."""
+"""What a program sets where functions and steps look: on parameters and buffers (``weight.no_decay = True``), and what
+methods of its classes name.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +73,103 @@ def _trained(
     return found | {name: value.clone() for name, value in model.state_dict().items()}
 
 
+# -- classes that travel by value --------------------------------------------------------------------------------------
+
+FACTOR = 1.0
+SETTINGS = {"factor": 1.0}
+"""Of functions of a class that workers find in no file."""
+
+
+def _helper(value: torch.Tensor) -> torch.Tensor:
+    return value * 1.5
+
+
+def _other_helper(value: torch.Tensor) -> torch.Tensor:
+    return value.tanh() * 0.5
+
+
+def _set_global(kind: Any, _: Callable[[float], None]) -> None:
+    globals()["FACTOR"] = 0.5
+
+
+def _set_member(kind: Any, _: Callable[[float], None]) -> None:
+    SETTINGS["factor"] = 0.5
+
+
+def _replace_helper(kind: Any, _: Callable[[float], None]) -> None:
+    globals()["_helper"] = _other_helper
+
+
+def _set_around(kind: Any, set_around: Callable[[float], None]) -> None:
+    set_around(0.5)
+
+
+def _replace_method(kind: Any, _: Callable[[float], None]) -> None:
+    kind.forward = lambda self, x: self.layer(x).tanh() * 3
+
+
+def _replace_static_method(kind: Any, _: Callable[[float], None]) -> None:
+    kind.scaled = staticmethod(_other_helper)
+
+
+def _of_changed_class(way: Any, *, change: Callable[[Any, Callable[[float], None]], None], derives: bool) -> Numbers:
+    around = 1.0
+
+    def set_around(value: float) -> None:
+        nonlocal around
+        around = value
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        @staticmethod
+        def scaled(value: torch.Tensor) -> torch.Tensor:
+            return value * 0.9
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _helper(self.scaled(self.layer(x))) * FACTOR * SETTINGS["factor"] * around
+
+    class Derived(Net):
+        pass
+
+    torch.manual_seed(0)
+    with way.scope():
+        model = nn.Sequential(Derived() if derives else Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    draw = torch.Generator().manual_seed(1)
+    kept = dict(globals())
+    found = {}
+    try:
+        for number in range(ROUNDS):
+            if number == 2:
+                change(Net, set_around)
+            seen = way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
+            found[f"seen {number}"] = torch.tensor(seen, dtype=torch.float64)
+        return found | {name: value.clone() for name, value in model.state_dict().items()}
+    finally:
+        globals().update(kept)
+        SETTINGS["factor"] = 1.0
+
+
+CHANGES: Mapping[str, Callable[[Any, Callable[[float], None]], None]] = {
+    "a global": _set_global,
+    "a member of a global": _set_member,
+    "a helper function": _replace_helper,
+    "a variable around it": _set_around,
+    "a method": _replace_method,
+    "a static method": _replace_static_method,
+}
+CODE = "what methods of a class by value name"
 ROW = "what is set on variables"
 ROWS: Mapping[str, Mapping[str, Callable[[Any], Numbers]]] = {
     ROW: {
@@ -80,5 +179,12 @@ ROWS: Mapping[str, Mapping[str, Callable[[Any], Numbers]]] = {
         "read by steps": partial(_trained, kind=_Scaled, by_steps=True),
         "read by steps, set anew": partial(_trained, kind=_Scaled, by_steps=True, change=_set),
         "read by steps, deleted": partial(_trained, kind=_Scaled, by_steps=True, change=_delete),
+    },
+    CODE: {
+        **{name: partial(_of_changed_class, change=change, derives=False) for name, change in CHANGES.items()},
+        **{
+            f"{name}, of its base": partial(_of_changed_class, change=change, derives=True)
+            for name, change in CHANGES.items()
+        },
     },
 }

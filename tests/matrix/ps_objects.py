@@ -28,6 +28,7 @@ from torchstrat.parameter_server.variables import (
     attributes,
     cached_parameter,
     cached_state,
+    class_code,
     optimizer_state,
     program_state,
 )
@@ -419,7 +420,7 @@ def check(row: str, column: str, new_strategy: Callable[[], Any]) -> None:
 def make_cells() -> Iterator[Cell]:
     for row, programs in ROWS.items():
         for column in programs:
-            for place, (servers, workers) in FAKE.items():
+            for place, (servers, workers) in FAKE.items() if row != ps_attributes.CODE else ():
                 run = partial(_in_fake_cluster, row, column, servers, workers)
                 yield Cell(row, column, place, run, expected(row, column))
             yield on_servers.cell("ps_objects", row, column, expected(row, column), __name__)
@@ -453,6 +454,7 @@ def _without_ids(
 
 
 _CLASSES_STAY = "what is set on classes stays here"
+_CODE_STAYS = "classes travel once"
 
 FAULTS = [
     PlantedFault(
@@ -499,6 +501,11 @@ FAULTS = [
         "what functions make of optimizer state is in other tensors",
         switched_off(cached_state.CachedState, "can_take", lambda self, tensor, value: False),
         _at(ps_held_state.ROW, "read", "given to load_state_dict"),
+    ),
+    PlantedFault(
+        _CODE_STAYS,
+        lambda: on_servers.marked(_CODE_STAYS, switched_off(class_code.CodeOfClasses, "marks", lambda self: [])),
+        _at(ps_attributes.CODE, *ps_attributes.ROWS[ps_attributes.CODE], place=on_servers.PROCESSES),
     ),
     PlantedFault(
         "what is set on variables stays on the coordinator",

@@ -247,8 +247,13 @@ def mark_of(value: object) -> object:
     """Another one where it is another object, or was changed in place, as far as that can be told."""
     if is_fixed(value):
         return value
-    found = _contents(value, _DEPTH)
+    found = contents_of(value)
     return id(value) if found is None else (id(value), found)
+
+
+def contents_of(value: object) -> object:
+    """Other ones when it was changed in place; None where that cannot be told."""
+    return _contents(value, _DEPTH)
 
 
 def _contents(value: Any, depth: int) -> object:

@@ -49,6 +49,7 @@ from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.closure_walk import functions_of, names_in
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
+from torchstrat.parameter_server.variables.class_code import CodeOfClasses
 
 MEMBERS = "members"
 """Of the settings' keys: (this, token of a module) → `Members`."""
@@ -76,11 +77,13 @@ class ModuleStructure:
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._kinds: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()  # when they were sent
         self._other_kind: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of another class than that, or were once
+        self._code = CodeOfClasses()
 
     def check(self, modules: Iterable[nn.Module]) -> None:
         """Raise `UnsupportedError` for what would not be on the workers as it is here."""
         for module in modules:
-            ids = _ids(module)
+            revision = self._code.revision(type(module))
+            ids = [*_ids(module), revision]
             known = self._sent.get(id(module))
             is_known = known is not None and known[0]() is module
             if is_known and known is not None and known[1] == ids:
@@ -90,21 +93,22 @@ class ModuleStructure:
                     check_parameter(f"{type(module).__name__}.{name}", tensor)
             if is_known:
                 self._changed.setdefault(module, (None, None))
-            if self._kinds.setdefault(module, type(module)) is not type(module):
+            if revision or self._kinds.setdefault(module, type(module)) is not type(module):
                 self._other_kind.add(module)
             self._sent[id(module)] = weakref.ref(module, partial(_forget, self._sent, id(module))), ids
             (self._hooked.add if any(_hook_marks(module)) else self._hooked.discard)(module)
 
     def mark(self) -> list[object]:
-        """Equal ones: no hook was registered, or removed, on any module."""
-        return [next_hook_id(), len(self._hooked), *(mark for module in self._hooked for mark in _hook_marks(module))]
+        """Equal ones: no hook was registered, or removed, on any module, and no class has changed."""
+        hooks = [mark for module in self._hooked for mark in _hook_marks(module)]
+        return [next_hook_id(), len(self._hooked), *hooks, *self._code.marks()]
 
     def changed(
         self, catalog: Catalog, spec_of_buffer: Callable[[nn.Module, str], VariableSpec | None]
     ) -> Iterator[tuple[Token, Members]]:
         """The modules that have changed since they were sent, with what they have now."""
         for module, (marks, hooks) in list(self._changed.items()):
-            now = [type(module), _hook_marks(module)]
+            now = [type(module), self._code.revision(type(module)), _hook_marks(module)]
             if hooks is None or marks != now:
                 tables = {name: dict(vars(module)[name]) for name in _hook_tables(module)}
                 kind = type(module) if module in self._other_kind else None
