@@ -117,12 +117,12 @@ class Table:
     leave: Callable[[], None] | None = None
     """Puts away what the cells of a bundle keep for one another; called in each process at its end."""
     sampled: int = 1
-    """How many cells of each row, and of each column, are in the sample of every place."""
+    """How many cells of each row, and of each column, are in the sample."""
     always: Sequence[str] = ()
     """Ids of cells in the sample that alone go through some lines of the package."""
     alike: Callable[[str], str] = str
-    """Of a place: what its cells have in common with those of other places, where a sample need not have each row and
-    column in each of them."""
+    """Of a place: what its cells have in common with those of other places, where a sample need not have each row, or
+    each column, in each of them."""
     in_forks: bool = False
     """Whether each cell runs in forks of processes that have started nothing: what it leaves is of no use."""
 
@@ -149,13 +149,18 @@ class Table:
     @cached_property
     def sample(self) -> frozenset[str]:
         """Ids of those that are named, of one that notices each planted fault, and of cells that together have each
-        place, each row and column in one of the places that are ``alike`` at least, and each known difference."""
+        place, each row and each column, and each known difference. Of rows and columns, those that are fewer are in
+        one of the places that are ``alike`` at least; the others take turns with these."""
         chosen: set[str] = set()
         counts: dict[tuple[str, str, str], int] = {}
         named = [self.cells[name] for name in (*self.always, *(fault.cells[0] for fault in self.faults))]
         for number, cell in enumerate([*named, *self._spread()]):
             place = self.alike(cell.place)
-            keys = [("row", cell.row, place), ("column", cell.column, place), ("place", cell.place, "")]
+            keys = [
+                ("row", cell.row, "" if self._rows_are_more else place),
+                ("column", cell.column, place if self._rows_are_more else ""),
+                ("place", cell.place, ""),
+            ]
             if cell.expected.verdict == "open":
                 keys.append(("open", cell.expected.reason, ""))
             if number < len(named) or any(counts.get(key, 0) < self.sampled for key in keys):
@@ -163,6 +168,11 @@ class Table:
                 for key in keys:
                     counts[key] = counts.get(key, 0) + 1
         return frozenset(chosen)
+
+    @cached_property
+    def _rows_are_more(self) -> bool:
+        cells = self.cells.values()
+        return len({cell.row for cell in cells}) >= len({cell.column for cell in cells})
 
     def _spread(self) -> list[Cell]:
         """The cells in an order that meets other rows with other columns first, so that few of them cover all."""
@@ -174,12 +184,13 @@ class Table:
             groups.setdefault(self.alike(place), []).append(place)
         numbers = {group: index for index, group in enumerate(groups)}
 
-        def distance(cell: Cell) -> tuple[int, int, int]:
+        def distance(cell: Cell) -> tuple[int, int, int, int]:
             # Diagonals, another one for all places that are alike: which combinations are in the sample differs between
-            # these, and which of them has a row differs between rows.
-            row, group = rows[cell.row], self.alike(cell.place)
-            diagonal = (row - columns[cell.column] + numbers[group]) % max(len(columns), 1)
-            return diagonal, row, (groups[group].index(cell.place) - row) % len(groups[group])
+            # these, and which of them has a row, and which of those that are alike, differs between rows.
+            row, column, group = rows[cell.row], columns[cell.column], self.alike(cell.place)
+            diagonal = (row - column + numbers[group]) % max(len(columns), 1)
+            turn = (numbers[group] - (row if self._rows_are_more else column)) % len(groups)
+            return diagonal, row, turn, (groups[group].index(cell.place) - row) % len(groups[group])
 
         return sorted(cells, key=distance)
 
