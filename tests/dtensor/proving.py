@@ -34,14 +34,20 @@ class Proof(NamedTuple):
 
 
 def prove(
-    names: Sequence[str], logical_devices: int, seeds: int, most_ways: int, broken: str | None = None
+    names: Sequence[str],
+    logical_devices: int,
+    seeds: int,
+    most_ways: int,
+    enough: float,
+    broken: str | None = None,
 ) -> list[Proof]:
-    """``broken``: what is switched off, to see that it is needed."""
+    """``enough``: how many ways that are proven make other shapes needless. ``broken``: what is switched off, to see
+    that it is needed."""
     with _BREAKS[broken]() if broken else nullcontext():
-        return _proofs(names, logical_devices, seeds, most_ways)
+        return _proofs(names, logical_devices, seeds, most_ways, enough)
 
 
-def _proofs(names: Sequence[str], logical_devices: int, seeds: int, most_ways: int) -> list[Proof]:
+def _proofs(names: Sequence[str], logical_devices: int, seeds: int, most_ways: int, enough: float) -> list[Proof]:
     warnings.simplefilter("error")
     strategy = ts.MirroredStrategy(logical_devices_per_replica=logical_devices, timeout=timedelta(seconds=240))
     proofs: list[Proof] = []
@@ -49,7 +55,7 @@ def _proofs(names: Sequence[str], logical_devices: int, seeds: int, most_ways: i
     def step() -> None:
         for case in CASES:
             if case.name in names:
-                proofs.append(_prove(case, strategy._engine.devices, seeds, most_ways))
+                proofs.append(_prove(case, strategy._engine.devices, seeds, most_ways, enough))
 
     try:
         strategy.run(step)
@@ -134,9 +140,11 @@ def refusals() -> dict[str, str]:
         strategy.close()
 
 
-def _prove(case: Case, devices: Any, seeds: int, most_ways: int) -> Proof:
+def _prove(case: Case, devices: Any, seeds: int, most_ways: int, enough: float) -> Proof:
     proven, refused, failures = 0, 0, []
     for seed in range(seeds):
+        if proven >= enough:
+            break
         function, arguments = case.make(Shapes(f"{case.name} {seed}"))
         noise = torch.get_rng_state()
         expected = _results(function, arguments, seed)

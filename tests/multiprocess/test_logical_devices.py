@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -219,19 +220,19 @@ def check_proofs(proofs: list[list[proving.Proof]], names: list[str]) -> None:
 
 @pytest.mark.parametrize("part", range(len(PARTS_OF_OPERATORS)))
 @pytest.mark.parametrize(
-    ("logical", "seeds", "ways"),
+    ("logical", "seeds", "ways", "enough"),
     [
-        (2, 1, 4),
-        (4, 3, 3),  # of fewer shapes, some operator can be cut in none of the ways
-        pytest.param(2, 3, 6, marks=pytest.mark.soak),  # more of the same
-        pytest.param(4, 6, 24, marks=[pytest.mark.soak, pytest.mark.deadline(400)]),
+        (2, 1, 4, math.inf),
+        (4, 3, 3, 2),  # of fewer shapes, some operator can be cut in none of the ways
+        pytest.param(2, 3, 6, math.inf, marks=pytest.mark.soak),  # more of the same
+        pytest.param(4, 6, 24, math.inf, marks=[pytest.mark.soak, pytest.mark.deadline(400)]),
     ],
 )
 def test_operators(
-    logical: int, seeds: int, ways: int, part: int, two_processes: Workers, four_processes: Workers
+    logical: int, seeds: int, ways: int, enough: float, part: int, two_processes: Workers, four_processes: Workers
 ) -> None:
     workers, names = two_processes if logical == 2 else four_processes, PARTS_OF_OPERATORS[part]
-    check_proofs(workers.run(proving.prove, names, logical, seeds, ways, timeout_seconds=300), names)
+    check_proofs(workers.run(proving.prove, names, logical, seeds, ways, enough, timeout_seconds=300), names)
 
 
 def test_the_list_in_the_docs_is_of_these_cases() -> None:
@@ -265,7 +266,7 @@ CONTROLS = {
 
 @pytest.mark.parametrize("broken", CONTROLS)
 def test_a_broken_rule_is_noticed(broken: str, two_processes: Workers) -> None:
-    of_ranks = two_processes.run(proving.prove, [CONTROLS[broken]], 2, 4, 12, broken)
+    of_ranks = two_processes.run(proving.prove, [CONTROLS[broken]], 2, 4, 12, math.inf, broken)
     assert all(proofs[0].failures for proofs in of_ranks), of_ranks  # unbroken it has none: `test_operators`
 
 
@@ -310,9 +311,9 @@ REFUSED = ("lookahead", "elements_exchanged_by_optimizer", "rate_set_by_optimize
 """As is every unknown optimizer over parameters that are cut: tests.dtensor.jobs has the error."""
 NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler and name not in REFUSED]
 PARTS = [
-    [*dict.fromkeys((*ALWAYS, *NAMES[::32]))],
+    [*dict.fromkeys((*ALWAYS, *NAMES[::64]))],
     *(NAMES[start::16] for start in range(1, 15)),
-    [*NAMES[15::16], *NAMES[16::32]],
+    [*NAMES[15::16], *NAMES[16::32], *NAMES[32::64]],
 ]
 """The first one always, the others in soak."""
 
