@@ -149,9 +149,9 @@ def faults_of_a_step(env: dict[str, str], made_before: bool) -> float:
     ("env", "made_before", "is_spared"),
     [
         ({KEEP_PAGES_VARIABLE: "1"}, False, True),
-        ({KEEP_PAGES_VARIABLE: "0"}, False, True),  # huge ones, which are few
+        pytest.param({KEEP_PAGES_VARIABLE: "0"}, False, True, marks=pytest.mark.soak),  # huge ones, which are few
         ({KEEP_PAGES_VARIABLE: "1", "THP_MEM_ALLOC_ENABLE": "0"}, False, False),
-        ({KEEP_PAGES_VARIABLE: "1"}, True, False),
+        pytest.param({KEEP_PAGES_VARIABLE: "1"}, True, False, marks=pytest.mark.soak),
     ],
     ids=["huge and kept", "huge", "switched off", "tensors were made before"],
 )

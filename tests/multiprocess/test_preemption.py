@@ -47,9 +47,15 @@ def steps_until_told(ranks_to_tell: tuple[int, ...], at: int, *, agreed: bool = 
     return taken, stops, heard
 
 
-@pytest.mark.parametrize(
-    ("ranks", "at"), [((), 0), *((ranks, at) for ranks in [(0,), (1,), (0, 1)] for at in (1, 7, STEPS))]
-)
+# Who hears of it, and when, by turns always, and each with each in soak.
+SIGNALS = [
+    pytest.param(ranks, at, marks=[] if turn == number else pytest.mark.soak)
+    for turn, ranks in enumerate([(0,), (1,), (0, 1)])
+    for number, at in enumerate((7, 1, STEPS))
+]
+
+
+@pytest.mark.parametrize(("ranks", "at"), [((), 0), *SIGNALS])
 def test_all_end_after_the_same_step(two_processes: Workers, ranks: tuple[int, ...], at: int) -> None:
     """A signal after the last step comes too late."""
     in_time = bool(ranks) and at < STEPS
