@@ -29,6 +29,7 @@ def followed(path: str) -> dict[str, dict[str, list[str]]]:
     return found
 
 
+@pytest.mark.soak  # a tool for who works on the library, as the benchmarks are
 def test_a_step_of_replicas_in_one_process() -> None:
     files = followed("in_process")["replica"]
     assert int(files.pop("")[0]) == len(files)
