@@ -20,6 +20,7 @@ import torchstrat as ts
 from tests.matrix.gradient_updates import Decaying, Lookahead
 from tests.matrix.table import assert_close
 from tests.support.parameter_servers import on_servers
+from tests.support.turns import every_second
 from torchstrat.errors import UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.training import dtype_and_seed
@@ -517,8 +518,7 @@ BETWEEN: dict[str, Between] = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(("between", "wrapper"), every_second(BETWEEN, WRAPPERS))
 def test_a_wrapper_and_what_it_wraps_are_those_of_the_program(between: str, wrapper: str) -> None:
     check(WRAPPERS[wrapper], BETWEEN[between])
 

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
+from tests.support.turns import every_second
 from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -344,8 +345,7 @@ def plain_weight(functions: list[str]) -> float:
         ["leave, clip, step", "clear, backward, step, clear"],
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize(("workers", "is_seen"), every_second([1, 2], [True, False]))
 def test_what_is_cleared_or_left_under_no_sync_is_that_of_one_device(
     functions: list[str], workers: int, is_seen: bool
 ) -> None:

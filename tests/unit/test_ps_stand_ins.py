@@ -169,8 +169,11 @@ STAND_INS = {"table": table, "parameter": layer, "buffer": Buffer}
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize(
     ("kind", "every"),
-    # What is asked for a buffer is asked as for a parameter, but for gradients: one attribute in six, and all in soak.
-    [("parameter", 1), ("table", 1), ("buffer", 6), pytest.param("buffer", 1, marks=pytest.mark.soak)],
+    # A buffer and a table are asked as a parameter is, but for gradients and rows: one attribute in six, all in soak.
+    [
+        *(("parameter", 1), ("table", 6), ("buffer", 6)),
+        *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in ("table", "buffer")),
+    ],
 )
 def test_every_attribute_of_tensors(kind: str, every: int) -> None:
     assert check_all(STAND_INS[kind], usual_arguments(), [True], every) > 600 // every

@@ -28,6 +28,7 @@ pytest.importorskip("cloudpickle")
 
 from tests.choices import chosen
 from tests.support.checkpoints import data_file, flip, same
+from tests.support.turns import every_second
 from torchstrat import CheckpointManager, ClusterCoordinator, DistributedDataset, OneDeviceStrategy, PreemptionHandler
 from torchstrat.app import asynchronous, build, data, loop
 from torchstrat.app import config as schema
@@ -450,8 +451,9 @@ def assert_the_same_run(one: Path, other: Path) -> None:
     assert same(found, wanted)
 
 
-@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3, STEPS])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "step"), every_second(STRATEGIES, [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3, STEPS])
+)
 def test_a_run_that_was_told_to_end_goes_on_as_if_it_had_not(runs, with_dropout, strategy, step) -> None:
     trains_on = STRATEGIES[strategy]
     undisturbed = runs.run("undisturbed", strategy=trains_on)
@@ -462,8 +464,7 @@ def test_a_run_that_was_told_to_end_goes_on_as_if_it_had_not(runs, with_dropout,
     assert_the_same_run(runs.resumed(strategy=trains_on), undisturbed)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "asynchronous"), every_second(STRATEGIES, [False, True]))
 def test_what_was_done_after_the_last_checkpoint_is_done_again(runs: Runs, strategy: str, asynchronous: bool) -> None:
     """As after kill -9, of which the process itself knows nothing. All in one folder: nothing doubled, nothing lost."""
 

@@ -15,6 +15,7 @@ from torch import nn
 import torchstrat as ts
 from tests.support.parameter_servers import on_servers
 from tests.support.server_losses import EVERY, STEPS, WAIT, Program, program
+from tests.support.turns import every_second
 from torchstrat import CheckpointManager
 from torchstrat.errors import (
     CancelledByServerLossError,
@@ -36,8 +37,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the loop goes on --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("servers", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("when", [1, EVERY, EVERY + 1, STEPS])
+@pytest.mark.parametrize(("when", "servers"), every_second([1, EVERY, EVERY + 1, STEPS], [(0,), (1,), (0, 1)]))
 def test_the_loop_does_not_notice(servers: tuple[int, ...], when: int, tmp_path: Path) -> None:
     with program(tmp_path) as running:
         workers = [running.cluster.peer("worker", index) for index in range(2)]
