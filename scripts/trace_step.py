@@ -12,14 +12,11 @@ A step is ``next`` of a distributed data set, ``run`` and ``reduce``; on paramet
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import threading
-import time
-from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,22 +25,15 @@ PATHS = {"in_process": 1, "mirrored": 2, "mirrored_sockets": 2, "central": 2, "c
 SCRIPTS = Path(__file__).resolve().parent
 
 
-class Tracer:
-    """A profile function of Python's. Counts while it is ``on``."""
-
-    def __init__(self) -> None:
-        self.on, self.calls, self.crossings = False, Counter[str](), 0
-        threading.setprofile(self)
-        sys.setprofile(self)
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        if self.on and event == "call" and (file := _in_library(frame)):
-            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.11 has the longer one
-            self.calls[f"{file} {name}"] += 1
-            self.crossings += frame.f_back is not None and _in_library(frame.f_back) not in ("", file)
-
-    def facts(self) -> dict[str, Any]:
-        return {"calls": dict(sorted(self.calls.items())), "crossings": self.crossings}
+def trace(frame: FrameType, event: str, _: object) -> None:
+    """A profile function: a line for each call, in the file with this process's number, where there is one."""
+    if event == "call" and (file := _in_library(frame)):
+        name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.11 has the longer one
+        crosses = frame.f_back is not None and _in_library(frame.f_back) not in ("", file)
+        with suppress(FileNotFoundError):
+            lines = os.open(f"{os.environ['TRACE_STEP']}/{os.getpid()}", os.O_WRONLY | os.O_APPEND)
+            os.write(lines, f"{file} {name} {crosses:d}\n".encode())
+            os.close(lines)
 
 
 def _in_library(frame: FrameType) -> str:
@@ -51,33 +41,14 @@ def _in_library(frame: FrameType) -> str:
     return file if found else ""
 
 
-def follow_when_told() -> None:
-    """In the process of a role, and in its forks: begins, and ends, when a file says so, and leaves one each time."""
-    tracer, folder = Tracer(), Path(os.environ["TRACE_STEP"])
-
-    def watch() -> None:
-        for kind in ("on", "off"):
-            while not (folder / kind).exists():
-                time.sleep(0.01)
-            tracer.on = kind == "on"
-            (folder / f"{os.getpid()}.partial").write_text(json.dumps(tracer.facts()))
-            (folder / f"{os.getpid()}.partial").rename(folder / f"{os.getpid()}.{kind}")
-
-    threading.Thread(target=watch, daemon=True).start()
-    os.register_at_fork(after_in_child=lambda: threading.Thread(target=watch, daemon=True).start())
+def begin() -> None:
+    threading.setprofile(trace)
+    sys.setprofile(trace)
 
 
-def _tell(pids: dict[str, int], kind: str) -> dict[str, Any]:
-    folder = Path(os.environ["TRACE_STEP"])
-    (folder / kind).touch()
-    while not all((folder / f"{pid}.{kind}").exists() for pid in pids.values()):  # `spawn` has a deadline
-        time.sleep(0.01)
-    return {role: json.loads((folder / f"{pid}.{kind}").read_text()) for role, pid in pids.items()}
-
-
-def follow(path: str) -> dict[str, Any]:
-    """In a process of the path: what was seen, by role."""
-    tracer = Tracer()
+def follow(path: str) -> dict[str, list[str]]:
+    """In a process of the path: the calls that were seen, by role."""
+    begin()
     import torch
 
     import torchstrat as ts
@@ -90,13 +61,14 @@ def follow(path: str) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    x, pids = torch.ones(8, 8), dict[str, int]()
+    x, pids = torch.ones(8, 8), {"replica": os.getpid()}
     with ExitStack() as stack:
         if path == "servers":
             cluster = stack.enter_context(LocalCluster(workers=1, ps=1))
             coordinator = ts.ClusterCoordinator(ts.ParameterServerStrategy(cluster.resolver))
             strategy: Any = coordinator.strategy
-            pids = {"worker": cluster.process("worker", 0).pid, "server": cluster.process("ps", 0).pid}
+            pids = {"coordinator": os.getpid()}
+            pids |= {"worker": cluster.process("worker", 0).pid, "server": cluster.process("ps", 0).pid}
             step = lambda: coordinator.fetch(coordinator.schedule(train_step, args=(x,)))  # noqa: E731
         else:
             kind: Any = ts.CentralStorageStrategy if path.startswith("central") else ts.MirroredStrategy
@@ -110,11 +82,23 @@ def follow(path: str) -> dict[str, Any]:
             optimizer = torch.optim.Adam(model.parameters(), 0.01)
         for _ in range(5):
             step()
-        _tell(pids, "on")
-        tracer.on = True
+        files = {role: Path(os.environ["TRACE_STEP"], str(pid)) for role, pid in pids.items()}
+        for file in files.values():
+            file.touch()
         step()
-        tracer.on = False
-        return {"coordinator" if pids else "replica": tracer.facts(), **_tell(pids, "off")}
+        return {role: file.rename(file.with_suffix(".seen")).read_text().splitlines() for role, file in files.items()}
+
+
+def show(path: str, roles: dict[str, list[str]], *, with_files: bool) -> None:
+    seen = {role: {line.split()[0] for line in lines} for role, lines in roles.items()}
+    for role, lines in roles.items():
+        counts = len({line[:-2] for line in lines}), len(lines), sum(line[-1] == "1" for line in lines)
+        print(f"{path:<18}{role:<13}{len(seen[role]):>6}{counts[0]:>11}{counts[1]:>7}{counts[2]:>11}", flush=True)
+        for file in sorted(seen[role]) if with_files else ():
+            names = {line.split()[1] for line in lines if line.startswith(f"{file} ")}
+            print(f"    {file}: {', '.join(sorted(names))}")
+    if len(roles) > 1:
+        print(f"{path:<18}{'all':<13}{len(set().union(*seen.values())):>6}")
 
 
 def main() -> None:
@@ -127,18 +111,9 @@ def main() -> None:
     print(f"{'path':<18}{'role':<13}{'files':>6}{'functions':>11}{'calls':>7}{'crossings':>11}")
     for path in options.paths or PATHS:
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "sitecustomize.py").write_text("import trace_step; trace_step.follow_when_told()")
+            Path(folder, "sitecustomize.py").write_text("import trace_step; trace_step.begin()")
             env = {"TRACE_STEP": folder, "PYTHONPATH": f"{folder}:{SCRIPTS}:{SCRIPTS.parent}"}
-            roles = spawn(follow, PATHS[path], (path,), timeout_seconds=300, env=env)[0]
-        everywhere = {one.split()[0] for facts in roles.values() for one in facts["calls"]}
-        for role, facts in roles.items():
-            files = sorted({one.split()[0] for one in facts["calls"]})
-            row = f"{len(facts['calls']):>11}{sum(facts['calls'].values()):>7}{facts['crossings']:>11}"
-            print(f"{path:<18}{role:<13}{len(files):>6}{row}", flush=True)
-            for file in files if options.files else ():
-                print(f"    {file}: {', '.join(one.split()[1] for one in facts['calls'] if one.split()[0] == file)}")
-        if len(roles) > 1:
-            print(f"{path:<18}{'all':<13}{len(everywhere):>6}")
+            show(path, spawn(follow, PATHS[path], (path,), timeout_seconds=300, env=env)[0], with_files=options.files)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,10 @@ class Plans:
             self._plans.append(Plan((), tensors))
         return self._plans[number]
 
-    def remake(self, number: int, order: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """The plan of that pass has these gradients from now on."""
+    def remake(self, number: int, places: torch.Tensor, dense: set[int], tensors: Sequence[torch.Tensor]) -> None:
+        """The plan of that pass has these gradients from now on: in the first rank's order (``places``), then what only
+        others had. It is kept while it foresees all."""
+        order = sorted(dense, key=lambda index: (places[index] == 0, int(places[index]), index))
         self._plans[number] = Plan(order, tensors)
 
 

@@ -360,8 +360,8 @@ class GradientSynchronizer:
             self._reducer.write_back(index, self._plan.bucket_of[index].views[index])
         self._combine_dense(sorted(dense - in_time), ready)
         self._reducer.combine_sparse(sorted(sparse - dense), ready)
-        if self._travels:
-            self._remake_plan(places, dense)
+        if self._travels and self._is_all and not dense <= self._plan.bucket_of.keys():
+            self._plans.remake(self._pass, places[0], dense, self._tensors)
         self._pass += 1
         self.pending = False
 
@@ -434,14 +434,6 @@ class GradientSynchronizer:
             order.update(dict.fromkeys(i for i, tensor in enumerate(self._tensors) if self._has_part(tensor)))
         own = places_in(order, self._tensors, self._again, loose)
         return torch.stack(self._communicator.all_gather(own, self._call))
-
-    def _remake_plan(self, places: torch.Tensor, dense: set[int]) -> None:
-        """The next plan of this pass: the first rank's order, then what only others had. Kept while it foresees all."""
-        if not self._is_all or dense <= self._plan.bucket_of.keys():
-            return
-        first = places[0]
-        order = sorted(dense, key=lambda index: (first[index] == 0, int(first[index]), index))
-        self._plans.remake(self._pass, order, self._tensors)
 
     # -- in the midst of a pass -------------------------------------------------------------------------------------
 
