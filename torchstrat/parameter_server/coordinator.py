@@ -59,7 +59,6 @@ from torchstrat.parameter_server.serialization.pack_cache import Packed, Remembe
 from torchstrat.parameter_server.serialization.plain import ATOMS
 from torchstrat.parameter_server.server_loss import (
     RESTORE,
-    FromNowhere,
     OnServerLoss,
     RaiseLoss,
     RestoreNewest,
@@ -129,9 +128,8 @@ class ClusterCoordinator:
             job, self._resources, unpack_result, queue_size=QUEUE_SIZE, name="torchstrat-coordinator"
         )
         self._where = self._dispatcher.where  # one for all results
-        self._on_server_loss: OnServerLoss = FromNowhere() if on_server_loss == RESTORE else RaiseLoss()
+        self._on_server_loss: OnServerLoss = RaiseLoss(on_server_loss)
         job.cache.functions = self._dispatcher
-        job.servers.attempt = self._on_server_loss.attempt
         job.on_server_lost = self._dispatcher.servers_lost
         job.on_worker_lost = self._dispatcher.worker_lost
         job.on_worker_leaves = self._dispatcher.worker_leaves

@@ -51,29 +51,22 @@ class OnServerLoss(Protocol):
 
 
 class RaiseLoss:
-    """``"raise"``: the program restores a checkpoint itself."""
+    """``"raise"``: the program restores a checkpoint itself. Or ``"restore"``, and nobody has said from what yet."""
 
     restores = False
 
-    def attempt(self, call: Callable[[], _Result], after_restore: Callable[[], _Result]) -> _Result:
-        return call()
-
-    def require_ready(self) -> None: ...
-
-
-class FromNowhere:
-    """``"restore"``, and nobody has said from what yet."""
-
-    restores = False
+    def __init__(self, policy: str) -> None:
+        self._is_ready = policy == RAISE
 
     def attempt(self, call: Callable[[], _Result], after_restore: Callable[[], _Result]) -> _Result:
         return call()
 
     def require_ready(self) -> None:
-        raise ContextError(
-            f"the strategy has on_server_loss={RESTORE!r}, and nobody has said from what to restore. Call "
-            "coordinator.restore_on_server_loss(manager, checkpoint) before the first function is scheduled."
-        )
+        if not self._is_ready:
+            raise ContextError(
+                f"the strategy has on_server_loss={RESTORE!r}, and nobody has said from what to restore. Call "
+                "coordinator.restore_on_server_loss(manager, checkpoint) before the first function is scheduled."
+            )
 
 
 class RestoreNewest:

@@ -315,11 +315,10 @@ class Executor:
         for value in captured:
             if isinstance(value, nn.Module):
                 yield from self._copies.numbers_under(value)
-                continue
-            for tensor in _tensors_of(value):
-                spec = self._copies.spec_of(tensor)
-                if spec is not None:
-                    yield spec.number
+            elif isinstance(value, Optimizer):
+                yield from (spec.number for spec in self._copies.specs_of(value).values())
+            elif isinstance(value, torch.Tensor) and (spec := self._copies.spec_of(value)) is not None:
+                yield spec.number
 
 
 class _Seeded:
@@ -364,11 +363,3 @@ def _is_of_program(error: BaseException) -> bool:
     """Whether the function's own code has raised it, and not torchstrat, which refuses it."""
     is_from_below = isinstance(error, TorchstratError) and not isinstance(error, OutOfRangeError)
     return isinstance(error, Exception) and not is_from_below
-
-
-def _tensors_of(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Optimizer):
-        for group in value.param_groups:
-            yield from group["params"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
 from torchstrat.core import _torch_private
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_parameters
@@ -175,6 +176,11 @@ class Copies:
     def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
         number = self._numbers.get(id(tensor))
         return None if number is None else self._specs[number]
+
+    def specs_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
+        """Of the variables among an optimizer's tensors."""
+        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        return {tensor: spec for tensor in tensors if (spec := self.spec_of(tensor)) is not None}
 
     def has_buffer(self, module: nn.Module, name: str) -> bool:
         """Whether that of this name is a variable."""

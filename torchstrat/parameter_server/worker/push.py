@@ -213,7 +213,7 @@ class RemoteSteps:
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
         self._left = left
-        self._latest, self._is_asking = SteppedOptimizers(access, copies.spec_of, number_of), False
+        self._latest, self._is_asking = SteppedOptimizers(access, copies.specs_of, number_of), False
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
         self.refused: UnsupportedError | None = None
@@ -307,9 +307,7 @@ class RemoteSteps:
         """What the servers have of it; read once between two steps."""
         self._read.append(optimizer)
         number = self._number_of(optimizer)
-        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        specs = {tensor: spec for tensor in tensors if (spec := self._copies.spec_of(tensor)) is not None}
-        return {} if number is None else read_state(self._access.servers, number, specs)
+        return {} if number is None else read_state(self._access.servers, number, self._copies.specs_of(optimizer))
 
     def before(self, optimizer: Optimizer, args: object, kwargs: object) -> object:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
@@ -348,11 +346,8 @@ class RemoteSteps:
         """One that the function was not seen to reach: so are its parameters, and all that is asked of those is asked
         of these."""
         self._watched.append(optimizer)
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                spec = self._copies.spec_of(tensor)
-                if spec is not None:
-                    self._copies.reach(spec.number)
+        for spec in self._copies.specs_of(optimizer).values():
+            self._copies.reach(spec.number)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         spec = self._copies.spec_of(tensor)
@@ -363,15 +358,11 @@ class RemoteSteps:
         return None if spec is None else spec.number
 
     def _check_foreign(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                spec = self._copies.spec_of(tensor)
-                if spec is not None:
-                    raise InvalidArgumentError(
-                        f"a scheduled function steps an optimizer ({type(optimizer).__name__}) of its own on "
-                        f"{spec.name}, which lives on parameter servers. Create it on the coordinator, inside "
-                        "`with strategy.scope():`."
-                    )
+        for spec in self._copies.specs_of(optimizer).values():
+            raise InvalidArgumentError(
+                f"a scheduled function steps an optimizer ({type(optimizer).__name__}) of its own on {spec.name}, "
+                "which lives on parameter servers. Create it on the coordinator, inside `with strategy.scope():`."
+            )
 
     # -- the push ---------------------------------------------------------------------------------------------------
 

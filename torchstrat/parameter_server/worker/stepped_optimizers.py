@@ -135,15 +135,15 @@ def _is_code(kind: type, name: str) -> bool:
 
 
 class SteppedOptimizers:
-    """Those of one function. ``spec_of``: the variable of a parameter; ``number_of``: the number of an optimizer."""
+    """Those of one function. ``specs_of``: the variables of an optimizer; ``number_of``: the number of an optimizer."""
 
     def __init__(
         self,
         access: VariableAccess,
-        spec_of: Callable[[torch.Tensor], VariableSpec | None],
+        specs_of: Callable[[Optimizer], dict[torch.Tensor, VariableSpec]],
         number_of: Callable[[Optimizer], int | None],
     ) -> None:
-        self._access, self._spec_of, self._number_of = access, spec_of, number_of
+        self._access, self._specs_of, self._number_of = access, specs_of, number_of
         self._asking: list[_Asks] = []
         self._groups: list[StepGroup] = []
         self._came: list[tuple[dict[str, Any], str, object, object, object]] = []
@@ -214,9 +214,7 @@ class SteppedOptimizers:
 
     def _ask(self, optimizer: Optimizer, method: str, *what: object) -> Iterable[Any]:
         """Answers of the servers of its variables: of one, if its steps may set anything."""
-        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        specs = [spec for tensor in tensors if (spec := self._spec_of(tensor)) is not None]
-        servers = {shard.server for spec in specs for shard in spec.shards}
+        servers = {shard.server for spec in self._specs_of(optimizer).values() for shard in spec.shards}
         return self._access.servers.ask(method, dict.fromkeys(servers, what)).values()
 
     def result_of(self, optimizer: Optimizer) -> object:
