@@ -1,4 +1,4 @@
-"""Random programs come to the numbers of plain PyTorch in every place: 30 always, 2,000 in soak.
+"""Random programs come to the numbers of plain PyTorch in every place: 60 always, 2,000 in soak.
 
 A failure is the shrunk program, as a script that runs alone.
 """
@@ -25,7 +25,7 @@ MAY_REFUSE = (SERVERS, REAL_SERVERS, LOGICAL, TPU)
 """Where an error of ours is an answer: closures, hooks on parameters, operators that are not proven and the like."""
 ALWAYS = ("one_device", "mirrored x2", "mirrored x3", "central_storage x2", SERVERS)
 OTHERS = tuple(place for place in PLACES if place not in ALWAYS and place != REAL_SERVERS)
-COUNT, SOAK_COUNT, SOAK_PARTS = 30, 2000, 20
+COUNT, SOAK_COUNT, SOAK_PARTS = 60, 2000, 20
 
 
 ONCE_WRONG_ON_TPU = {
