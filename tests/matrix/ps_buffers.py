@@ -57,6 +57,27 @@ def _by_operator(model: Any) -> None:
     torch.batch_norm(_ROWS, None, None, model.second.x, torch.ones(4).double(), True, 0.1, 1e-5, False)
 
 
+def _normalise(rows: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(rows, mean, variance, training=True)
+
+
+def _by_script(model: Any) -> None:
+    torch.jit.script(_normalise)(_ROWS, model.second.x, torch.ones(4).double())
+
+
+class _Normalising(nn.Module):
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.held = module
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(rows, self.held.x, torch.ones(4).double(), training=True)
+
+
+def _by_scripted_module(model: Any) -> None:
+    torch.jit.script(_Normalising(model.second))(_ROWS)
+
+
 _ROWS = torch.arange(12, dtype=torch.float64).reshape(3, 4)
 READ = "read"
 IN_FUNCTION, ASSIGNED_THERE = "in place, in functions", "assigned in functions"
@@ -64,6 +85,7 @@ OTHER_DTYPE = "assigned in functions, of another dtype"
 MOVED, EXCHANGED = "on the coordinator, moved to the other module", "on the coordinator, exchanged"
 ASSIGNED = "on the coordinator, assigned"
 BY_MODULE, BY_OPERATOR = "on the coordinator, by F.batch_norm", "on the coordinator, by torch.batch_norm"
+BY_SCRIPT, BY_SCRIPTED = "on the coordinator, by a script of F.batch_norm", "on the coordinator, by a scripted module"
 """These change it without a trace in its version."""
 IN_FUNCTIONS: Mapping[str, Edit] = {
     IN_FUNCTION: lambda model: model.second.x.add_(1),
@@ -77,6 +99,8 @@ OUTSIDE: Mapping[str, Edit] = {
     "on the coordinator, load_state_dict": _load,
     BY_MODULE: _by_module,
     BY_OPERATOR: _by_operator,
+    BY_SCRIPT: _by_script,
+    BY_SCRIPTED: _by_scripted_module,
     ASSIGNED: _assign,
     MOVED: _move,
     EXCHANGED: _exchange,

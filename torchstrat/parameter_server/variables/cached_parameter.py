@@ -385,6 +385,8 @@ def _ask_before_c_takes() -> None:
 def _bring_all(values: list[object]) -> None:
     for tensor in tensors_in(values):
         bring_alone(tensor)
+        if isinstance(tensor, CachedTensor) and not _of(tensor).requires_grad:
+            _of(tensor).data  # noqa: B018  # hands it out: a norm there writes statistics, without a trace in versions
 
 
 def alias_of(tensor: torch.Tensor) -> Alias | None:
