@@ -373,6 +373,7 @@ LEFT = r"an earlier function left on a worker.*zero_grad"
                 ["backward", "look"],
                 ["backward", "clip"],
                 ["backward, set to zero", "backward", "step"],
+                ["leave", "backward", "step"],  # what is left beside no_sync stays on the worker
             )
         ),
         # What is left on another worker is missed.

@@ -136,7 +136,7 @@ class LaneWeights:
         """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""
         if not self.are_crossed:
             self._require()
-        if self.are_equal and self.lanes.all_active and len(self._all_passes) == 1:
+        if self.are_equal and self.lanes.all_active:  # so there is no other pass
             return stacked.sum() if self._op is ReduceOp.SUM else stacked.mean()
         return self.with_factors(stacked).sum()
 
