@@ -108,9 +108,14 @@ def test_hooks_are_followed_and_those_on_parameters_refused_by_name(job: Job) ->
 def test_a_hook_from_before_the_parameter_was_placed_is_refused(name: str) -> None:
     with FakeCluster(workers=1, ps=1) as cluster:
         strategy = cluster.strategy()
-        with pytest.raises(UnsupportedError, match=r"Linear.weight has a gradient hook"), strategy.scope():
-            layer = nn.Linear(2, 1)
-            getattr(layer.weight, name)(lambda gradient: None)
+
+        def make() -> None:
+            with strategy.scope():
+                layer = nn.Linear(2, 1)
+                getattr(layer.weight, name)(lambda gradient: None)
+
+        with pytest.raises(UnsupportedError, match=r"Linear.weight has a gradient hook"):
+            make()
 
 
 def test_another_class_is_followed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -634,6 +635,33 @@ def test_what_a_replica_without_weight_computes_reaches_nothing() -> None:
         strategy.run(step, args=(x, own(1.0, 0.0, 1.0)))
         assert layer.weight.grad is not None
         assert layer.weight.grad.tolist() == [[1.5]]
+
+
+def test_statistics_that_a_step_has_changed_and_reads_are_warned_of_once() -> None:
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.BatchNorm1d(3).eval()
+
+        def change(x: torch.Tensor) -> None:
+            F.batch_norm(x, layer.running_mean, layer.running_var, training=True)
+
+        def read(x: torch.Tensor) -> Any:
+            return layer(x)
+
+        def change_and_read(x: torch.Tensor) -> Any:
+            change(x)
+            return layer(x)
+
+        x = rows_of((4, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in (change, read):
+                strategy.run(step, args=(x,))
+        with pytest.warns(UserWarning, match="running statistics that it has changed before.*TPUStrategy.*at once"):
+            strategy.run(change_and_read, args=(x,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            strategy.run(change_and_read, args=(x,))
 
 
 def test_batches_with_other_shares_are_named_where_gradients_are_averaged() -> None:

@@ -354,7 +354,7 @@ class DifferingEdits:
     def __init__(self, describe: Callable[[torch.Tensor], str]) -> None:
         self._describe = describe
         self.is_told = False
-        self.is_told_of_settings = False
+        self.is_told_of_settings = self.is_told_of_statistics = False
 
     def report(
         self,
@@ -375,6 +375,19 @@ class DifferingEdits:
             "counts for all of them, and what the others did is lost. If each has used what its own rows gave "
             "(torch.autograd.grad, say), combine that first: g = ts.get_replica_context().all_reduce('mean', g); or "
             "let an optimizer step with it: p.grad = g. If it was random noise, this is as it should be.",
+            stacklevel=2,
+        )
+
+    def report_statistics(self) -> None:
+        """Replicas have changed running statistics each by its own rows, have one mean of them now, and read it in the
+        same run."""
+        if self.is_told_of_statistics:
+            return
+        self.is_told_of_statistics = True
+        warnings.warn(
+            "the step normalises with running statistics that it has changed before, and on TPUStrategy these are the "
+            "mean of all replicas at once: on other strategies each replica has its own until the run ends, so that "
+            "what the step computes from them differs. Normalise with them in another run.",
             stacklevel=2,
         )
 

@@ -174,7 +174,11 @@ class Recording:
         self._inputs: dict[int, torch.Tensor] = {}
         self._together = CrossLanes(self.lanes, weights)
         self._rewrites = Rewrites(
-            self.mean_over_replicas, self.sum_over_replicas, self._is_own_statistic, logical_devices=run.logical_devices
+            self.mean_over_replicas,
+            self.sum_over_replicas,
+            self._is_own_statistic,
+            on_reading=self._warn_of_statistics,
+            logical_devices=run.logical_devices,
         )
 
     def record(self, fn: Callable[..., object], one: Pass) -> object:
@@ -270,6 +274,10 @@ class Recording:
     def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """See `merged`, of statistics."""
         return self.merged(value, VariableAggregation.MEAN)
+
+    def _warn_of_statistics(self) -> None:
+        if self._num_replicas > 1:
+            self._run.differing.report_statistics()
 
     def _is_own_statistic(self, buffer: torch.Tensor) -> bool:
         """Whether a buffer is each replica's own: a deep copy's, which the step has made."""

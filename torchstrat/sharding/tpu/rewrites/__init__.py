@@ -90,7 +90,7 @@ class Rewrites:
 
     ``first_replica`` gives the first replica's part of a tensor that differs between replicas, and any other tensor
     itself: running statistics are one for all replicas, unless ``is_own`` says otherwise. ``sum_over_replicas`` is for
-    `sync_batch_norm` only.
+    `sync_batch_norm` only. ``on_reading`` is called where such statistics are read that were changed before.
     ``logical_devices``: how many devices compute one replica.
     """
 
@@ -100,9 +100,10 @@ class Rewrites:
         sum_over_replicas: TensorMap | None = None,
         is_own: Callable[[torch.Tensor], bool] | None = None,
         *,
+        on_reading: Callable[[], None] = lambda: None,
         logical_devices: int = 1,
     ) -> None:
-        batch = BatchNormalization(first_replica, sum_over_replicas, is_own)
+        batch = BatchNormalization(first_replica, sum_over_replicas, is_own, on_reading)
         self.sync_batch_norm: Function = batch.sync_batch_norm
         self._found: dict[Any, Function] = {
             **_EVERYWHERE,

@@ -108,7 +108,8 @@ class BatchNormalization:
 
     ``first_replica`` gives the first replica's part of a tensor that differs between replicas, and any other tensor
     itself. ``sum_over_replicas``, for `sync_batch_norm`, gives every replica the sum and is differentiable. ``is_own``
-    tells of running statistics whether they are each replica's own.
+    tells of running statistics whether they are each replica's own. ``on_reading`` is called where others are read
+    that were changed by each replica's rows before.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class BatchNormalization:
         first_replica: TensorMap,
         sum_over_replicas: TensorMap | None = None,
         is_own: Callable[[torch.Tensor], bool] | None = None,
+        on_reading: Callable[[], None] = lambda: None,
     ) -> None:
         self._first_replica = first_replica
+        self._on_reading, self._averaged = on_reading, list[torch.Tensor]()
         self._is_own = is_own or (lambda running: False)
         self._sum_over_replicas = sum_over_replicas
 
@@ -148,6 +151,8 @@ class BatchNormalization:
         else:
             assert running_mean is not None
             assert running_var is not None
+            if any(one is running for one in self._averaged for running in (running_mean, running_var)):
+                self._on_reading()
             mean, var = running_mean.to(x.dtype), running_var.to(x.dtype)
         return _standardize_with(x, mean, var, weight, bias, eps).to(input.dtype)
 
@@ -174,7 +179,7 @@ class BatchNormalization:
         # Squares of what is left after the mean of all replicas, in a second sum: a difference of large sums cancels.
         centred = x - mean.reshape(-1, *[1] * (x.dim() - 2))
         squares = self._sum_over_replicas(centred.square().sum(dim=_all_but_channels(x)))
-        self._track(running_mean, running_var, mean, squares / (count - 1), momentum)
+        self._track(running_mean, running_var, mean, squares / (count - 1), momentum, are_alike=True)
         return _standardize_with(x, mean, squares / count, weight, bias, eps).to(input.dtype)
 
     def instance_norm(
@@ -213,11 +218,18 @@ class BatchNormalization:
         mean: torch.Tensor,
         unbiased_var: torch.Tensor,
         momentum: float,
+        *,
+        are_alike: bool = False,
     ) -> None:
-        """All ``(channels,)``. Half-precision running statistics are updated in single precision and rounded once."""
+        """All ``(channels,)``. Half-precision running statistics are updated in single precision and rounded once.
+        ``are_alike``: on all replicas."""
         for running, now in ((running_mean, mean), (running_var, unbiased_var)):
             if running is not None:
-                own = now.detach() if self._is_own(running) else self._first_replica(now.detach())
+                own, is_own = now.detach(), self._is_own(running)
+                if not is_own and (averaged := self._first_replica(own)) is not own:
+                    own = averaged
+                    if not are_alike:
+                        self._averaged.append(running)
                 running.copy_((1 - momentum) * running.to(own.dtype) + momentum * own)
 
 
