@@ -197,8 +197,16 @@ CALLS: dict[str, tuple[Callable[[Program], Any], Any]] = {
     "variable": (lambda running: float(running.total), EVERY),
     "what is written to a variable goes with the rest": (lambda running: running.total.assign(100.0) and None, None),
     "optimizer": (lambda running: running.optimizer.state_dict()["state"][0]["sum"].sum(), EVERY),
+    "a part of a checkpoint": (lambda running: restore_a_part(running, running.checkpoint, only="total"), True),
+    "a checkpoint of less": (lambda running: restore_a_part(running, ts.Checkpoint(total=running.total)), True),
     "data": (lambda running: running.coordinator.create_per_worker_dataset(lambda: iter([1])) and None, None),
 }
+
+
+def restore_a_part(running: Program, checkpoint: ts.Checkpoint, **options: Any) -> bool:
+    path = running.manager.latest
+    assert path is not None
+    return not any(checkpoint.restore(path, **options))
 
 
 @pytest.mark.parametrize("call", CALLS)

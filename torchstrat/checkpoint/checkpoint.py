@@ -200,13 +200,20 @@ class Checkpoint:
         if selection.only is not None:  # before it waits for anybody
             selection.require_among([*(name for item in make_items(self._objects, None) for name in item.names()), OWN])
         call = f"Checkpoint.restore({selection})" if str(selection) else "Checkpoint.restore"
-        with turns.held(f"restoring {target}"), all_processes(call, self._objects) as processes:
-            with terminal.shown(f"restoring {target}", here=processes.is_first):
-                servers = self._servers()
-                if servers is not None:
-                    servers.prepare_to_restore()
-                items = make_items(self._objects, servers)
-                skipped = _restore(target, self._objects, items, servers, processes, selection)
+        servers = self._servers()
+
+        def restore(takes_back: bool) -> SkippedKeys:
+            with turns.held(f"restoring {target}"), all_processes(call, self._objects) as processes:
+                with terminal.shown(f"restoring {target}", here=processes.is_first):
+                    if servers is not None:
+                        servers.prepare_to_restore()
+                    items = make_items(self._objects, servers)
+                    return _restore(target, self._objects, items, servers, processes, selection, takes_back)
+
+        if servers is None:
+            skipped = restore(True)
+        else:
+            skipped = servers.restoring(self._objects, restore, whole=selection.only is None)
         logger.debug("%s is restored from %s.", self, target)
         return skipped
 
@@ -261,6 +268,7 @@ def _restore(
     servers: Servers | None,
     processes: Processes,
     selection: Selection,
+    takes_back: bool,
 ) -> SkippedKeys:
     from torchstrat.checkpoint import job_state
     from torchstrat.checkpoint.files import read
@@ -288,7 +296,7 @@ def _restore(
         if servers is not None:
             slots = [slot for one in reads for slot in one.slots]
             states = [state for one in reads for state in one.states]
-            restoring = servers.restore(stored, slots, states)
+            restoring = servers.restore(stored, slots, states, takes_back=takes_back)
 
     processes.attempt(look, f"restoring {target}")
     if restoring is not None:

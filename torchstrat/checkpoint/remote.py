@@ -20,6 +20,8 @@ from torchstrat.core.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored, WrittenPart
 
+_Result = TypeVar("_Result")
+
 
 class RemoteVariable(Protocol):
     """A variable on the servers, in what way they know it. Checkpoints hand it on."""
@@ -118,11 +120,17 @@ class Servers(Protocol):
         stored: Stored,
         slots: Sequence[RemoteSlot],
         states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
+        *,
+        takes_back: bool,
     ) -> Restoring:
-        """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
+        """Wait until nothing runs and all servers are there, and let them read. No value has changed yet.
 
+        ``takes_back``: what a lost server held may come from this checkpoint. Else raises `ParameterServerUnavailable`
+        where one is lost."""
 
-_Result = TypeVar("_Result")
+    def restoring(self, objects: Mapping[str, object], restore: Callable[[bool], _Result], *, whole: bool) -> _Result:
+        """``restore(takes_back)`` of these objects, or of a part of them. Where something else takes lost servers back,
+        it does so before a part is restored."""
 
 
 class Attempt(Protocol):

@@ -327,10 +327,11 @@ class ClusterCoordinator:
         """Say from what ``ParameterServerStrategy(on_server_loss="restore")`` restores.
 
         When a server dies, something starts it again (`torchstrat launch`, Kubernetes), empty. The next call of this
-        process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading or writing variables)
-        waits until all of them are there, takes **all** of them, and every object of ``checkpoint``, back to the newest
-        checkpoint that is intact, and goes on. Nothing that was trained since stays, on any server. If another server
-        is lost meanwhile, it begins again. For the program it is as if the call had been made just before the loss:
+        process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading or writing variables,
+        restoring a part of a checkpoint) waits until all of them are there, takes **all** of them, and every object of
+        ``checkpoint``, back to the newest checkpoint that is intact, and goes on. Nothing that was trained since stays,
+        on any server. If another server is lost meanwhile, it begins again. For the program it is as if the call had
+        been made just before the loss:
 
         - Functions that were queued or running are cancelled, the one of the `schedule` that restores included: their
           `RemoteValue` raises `CancelledByServerLossError`. Who fetches results has to expect that.
@@ -376,12 +377,14 @@ class ClusterCoordinator:
             self._dispatcher,
             manager,
             checkpoint,
+            self._servers,
             on_restored=on_restored,
             limit=max_restores,
             within_seconds=seconds,
             timeout_seconds=self._job.timeout_seconds,
         )
         attempts[manager] = self._job.servers.attempt = on_loss.attempt
+        self._servers.leave_losses_to(on_loss)
 
     # -- per-worker values ------------------------------------------------------------------------------------------
 

@@ -235,6 +235,12 @@ class Dispatcher:
                 assert self._loss is not None
                 raise ParameterServerUnavailable(str(self._loss), self._loss.task)
 
+    def require_servers(self) -> None:
+        """Raises `ParameterServerUnavailable` where one is lost and was not restored since."""
+        lost = self.loss
+        if lost is not None:
+            raise ParameterServerUnavailable(str(lost), lost.task)
+
     @contextlib.contextmanager
     def unfinished(self) -> Iterator[Mapping[int, Work]]:
         """The functions that have no outcome yet; in the block none gets one, and none is added."""

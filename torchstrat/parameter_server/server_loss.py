@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
@@ -75,6 +75,7 @@ class RestoreNewest:
     Args:
         dispatcher: whose functions end with the loss.
         manager, checkpoint: from what, and into what objects.
+        servers: where they live.
         on_restored: told of the step, when all is as it was then.
         limit, within_seconds: so many restores in so long a time; the next loss is an error, since servers that die
             again and again do so for a reason.
@@ -93,6 +94,7 @@ class RestoreNewest:
         dispatcher: Dispatcher,
         manager: CheckpointManager,
         checkpoint: Checkpoint,
+        servers: Servers,
         *,
         on_restored: Callable[[int], object] | None,
         limit: int,
@@ -103,6 +105,7 @@ class RestoreNewest:
         self._dispatcher = dispatcher
         self._manager = manager
         self._checkpoint = checkpoint
+        self._servers = servers
         self._on_restored = on_restored
         self._limit, self._within_seconds = limit, within_seconds
         self._timeout_seconds = timeout_seconds
@@ -124,6 +127,13 @@ class RestoreNewest:
                 if not self._settle(before, loss):
                     raise
         return after_restore()
+
+    def restoring(self, objects: Mapping[str, object], restore: Callable[[bool], _Result], *, whole: bool) -> _Result:
+        """See `Servers.restoring`. A restore of less than the checkpoint's objects leaves a loss to this: what it does
+        not bring back would begin again, beside what the other servers have trained since."""
+        if whole and held_on(self._servers, self._checkpoint.objects) <= held_on(self._servers, objects):
+            return restore(True)
+        return self.attempt(lambda: restore(False), lambda: self.restoring(objects, restore, whole=whole))
 
     def _settle(self, before: int, met: ParameterServerUnavailable | None) -> bool:
         """Restore if a server is lost. Whether that was done, here or by another thread, since ``before``."""
@@ -222,22 +232,27 @@ def require_kinds(manager: object, checkpoint: object) -> None:
         )
 
 
+def held_on(servers: Servers, objects: Mapping[str, object]) -> set[tuple[str, int]]:
+    """The variables and optimizers on the servers that a checkpoint of these objects has, by their numbers."""
+    from torchstrat.checkpoint.optimizer_item import make_items
+
+    items = make_items(objects, servers)
+    held = {("variable", slot.spec.number) for item in items for slot in item.remote_slots()}
+    return held | {("optimizer", state.optimizer) for item in items for state in item.remote_states()}
+
+
 def require_complete(checkpoint: Checkpoint, job: Job, servers: Servers) -> None:
     """That all that is trained on the servers is in ``checkpoint``: the rest would be of another moment afterwards.
 
     Raises `InvalidArgumentError` naming what is not.
     """
-    from torchstrat.checkpoint.optimizer_item import make_items
-
     job.commit()
-    items = make_items(checkpoint.objects, servers)
-    held = {slot.spec.number for item in items for slot in item.remote_slots()}
-    stepped = {state.optimizer for item in items for state in item.remote_states()}
-    missing = [spec.name for spec in job.trained() if spec.number not in held]
+    held = held_on(servers, checkpoint.objects)
+    missing = [spec.name for spec in job.trained() if ("variable", spec.number) not in held]
     missing += [
         f"the state of {type(optimizer).__name__}"
         for optimizer in job.optimizers()
-        if job.optimizer_number(optimizer) not in {None, *stepped}
+        if (number := job.optimizer_number(optimizer)) is not None and ("optimizer", number) not in held
     ]
     if missing:
         raise InvalidArgumentError(

@@ -18,11 +18,11 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -55,12 +55,27 @@ if TYPE_CHECKING:
 _WRITE_SECONDS = 3600.0
 """For one server to write its part. A server that dies is noticed long before."""
 
+_Result = TypeVar("_Result")
+
+
+class TakesBack(Protocol):
+    """See `Servers.restoring`."""
+
+    def restoring(
+        self, objects: Mapping[str, object], restore: Callable[[bool], _Result], *, whole: bool
+    ) -> _Result: ...
+
 
 class ServerCheckpoint:
     """The servers of one open strategy, as a checkpoint sees them; see `Servers`."""
 
     def __init__(self, job: Job, dispatcher: Dispatcher) -> None:
         self._job, self._dispatcher = job, dispatcher
+        self._takes_back: TakesBack | None = None
+
+    def leave_losses_to(self, takes_back: TakesBack) -> None:
+        """From now on lost servers are taken back by it, and by restores of all that it would restore."""
+        self._takes_back = takes_back
 
     # -- what is where ----------------------------------------------------------------------------------------------
 
@@ -111,12 +126,26 @@ class ServerCheckpoint:
     def prepare_to_restore(self) -> None:
         self._job.variables.place_new()
 
+    def restoring(self, objects: Mapping[str, object], restore: Callable[[bool], _Result], *, whole: bool) -> _Result:
+        if self._takes_back is None:
+            return restore(True)
+        return self._takes_back.restoring(objects, restore, whole=whole)
+
     def restore(
-        self, stored: Stored, slots: Sequence[RemoteSlot], states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]]
+        self,
+        stored: Stored,
+        slots: Sequence[RemoteSlot],
+        states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
+        *,
+        takes_back: bool,
     ) -> ServersRestoring:
         self._dispatcher.wait(self._job.timeout_seconds)
         slots = list({slot.spec.number: slot for slot in slots}.values())  # one of a variable's names is enough
-        started_again = self._job.readmit_servers()
+        if takes_back:
+            started_again = self._job.readmit_servers()
+        else:
+            self._dispatcher.require_servers()
+            started_again = set()
         covered = {slot.spec.number for slot in slots}
         stepped = {(state.optimizer, state.spec.number) for state, _ in states}
         lost = self._job.create_missing(covered, started_again)
