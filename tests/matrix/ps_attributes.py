@@ -169,6 +169,86 @@ CHANGES: Mapping[str, Callable[[Any, Callable[[float], None]], None]] = {
     "a method": _replace_method,
     "a static method": _replace_static_method,
 }
+# -- what stands in a file, which workers import -----------------------------------------------------------------------
+
+RATE = 1.0
+RATES = {"rate": 1.0}
+
+
+class InFile(nn.Module):
+    """Of a class that travels by name."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(self.layer(x)) * self.scale
+
+
+class Other:
+    """No module's class, and no optimizer's."""
+
+    scale = 1.0
+
+
+def scaled(value: torch.Tensor) -> torch.Tensor:
+    return value * RATE * RATES["rate"] * Other.scale
+
+
+def _set_number() -> None:
+    globals()["RATE"] = 0.5
+
+
+def _set_in_dictionary() -> None:
+    RATES["rate"] = 0.5
+
+
+def _set_on_class() -> None:
+    InFile.scale = 0.5
+
+
+def _set_on_other_class() -> None:
+    Other.scale = 0.5
+
+
+def _of_changed_file(way: Any, *, change: Callable[[], None], turn: int) -> Numbers:
+    try:
+        torch.manual_seed(0)
+        if turn == 0:
+            change()
+        with way.scope():
+            model = nn.Sequential(InFile())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return float(loss)
+
+        draw = torch.Generator().manual_seed(1)
+        found = {}
+        for number in range(ROUNDS):
+            if number == turn:
+                change()
+            seen = way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
+            found[f"seen {number}"] = torch.tensor(seen, dtype=torch.float64)
+        return found | {name: value.clone() for name, value in model.state_dict().items()}
+    finally:
+        globals()["RATE"] = RATES["rate"] = InFile.scale = Other.scale = 1.0
+
+
+IN_FILE: Mapping[str, Callable[[], None]] = {
+    "a number": _set_number,
+    "a number in a dictionary": _set_in_dictionary,
+    "an attribute of a module's class": _set_on_class,
+    "an attribute of another class": _set_on_other_class,
+}
+FILE = "what a program sets in a file of its own"
 CODE = "what methods of a class by value name"
 ROW = "what is set on variables"
 ROWS: Mapping[str, Mapping[str, Callable[[Any], Numbers]]] = {
@@ -179,6 +259,10 @@ ROWS: Mapping[str, Mapping[str, Callable[[Any], Numbers]]] = {
         "read by steps": partial(_trained, kind=_Scaled, by_steps=True),
         "read by steps, set anew": partial(_trained, kind=_Scaled, by_steps=True, change=_set),
         "read by steps, deleted": partial(_trained, kind=_Scaled, by_steps=True, change=_delete),
+    },
+    FILE: {
+        **{name: partial(_of_changed_file, change=change, turn=2) for name, change in IN_FILE.items()},
+        **{f"{name}, before": partial(_of_changed_file, change=change, turn=0) for name, change in IN_FILE.items()},
     },
     CODE: {
         **{name: partial(_of_changed_class, change=change, derives=False) for name, change in CHANGES.items()},

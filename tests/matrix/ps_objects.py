@@ -30,6 +30,7 @@ from torchstrat.parameter_server.variables import (
     cached_state,
     class_code,
     optimizer_state,
+    program_files,
     program_state,
 )
 from torchstrat.parameter_server.worker import push, stepped_optimizers
@@ -455,6 +456,8 @@ def _without_ids(
 
 _CLASSES_STAY = "what is set on classes stays here"
 _CODE_STAYS = "classes travel once"
+_FILES_STAY = "files are as workers import them"
+_ONLY_LATER = "what was set in files before does not count"
 
 FAULTS = [
     PlantedFault(
@@ -506,6 +509,16 @@ FAULTS = [
         _CODE_STAYS,
         lambda: on_servers.marked(_CODE_STAYS, switched_off(class_code.CodeOfClasses, "marks", lambda self: [])),
         _at(ps_attributes.CODE, *ps_attributes.ROWS[ps_attributes.CODE], place=on_servers.PROCESSES),
+    ),
+    PlantedFault(
+        _FILES_STAY,
+        lambda: on_servers.marked(_FILES_STAY, switched_off(program_files.ProgramFiles, "changed", lambda self: ())),
+        _at(ps_attributes.FILE, *list(ps_attributes.IN_FILE), place=on_servers.PROCESSES),
+    ),
+    PlantedFault(
+        _ONLY_LATER,
+        lambda: on_servers.marked(_ONLY_LATER, switched_off(program_files, "_written_in", lambda module: {})),
+        _at(ps_attributes.FILE, *[f"{name}, before" for name in ps_attributes.IN_FILE], place=on_servers.PROCESSES),
     ),
     PlantedFault(
         "what is set on variables stays on the coordinator",

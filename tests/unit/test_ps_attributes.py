@@ -1,6 +1,6 @@
-"""What a program sets on variables: who steps them in parts looks at it, and what does not travel is warned of.
+"""What a program sets on variables and in files: steps in parts look at it, and what does not travel is warned of.
 
-What functions and whole optimizers see of it is a row of ``tests/matrix/ps_objects.py``.
+What functions and whole optimizers see of it are rows of ``tests/matrix/ps_objects.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import parameter_servers
 from tests.support.parameter_servers import PerTensor, on_servers
 
 
@@ -64,3 +65,17 @@ def test_what_does_not_travel_is_warned_of_once() -> None:
             warnings.simplefilter("error")
             vars(weight)["other"] = [2]
             program.run(program.made.layer, batch)
+
+
+def test_a_function_of_a_file_that_is_replaced_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_servers(Model) as program:
+        program.run(parameter_servers.states_are_close, {}, {})
+        monkeypatch.setattr(parameter_servers, "states_are_close", dict)
+        with pytest.warns(
+            UserWarning, match="parameter_servers.states_are_close was replaced on the coordinator. Work"
+        ):
+            program.run(dict)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            monkeypatch.setattr(parameter_servers, "states_are_close", list)
+            program.run(dict)

@@ -112,7 +112,7 @@ class Job:
         self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
         self.is_open = True
         self._registry = registry
-        self._structure, self._step_hooks = ModuleStructure(), StepHooks()
+        self._structure, self._step_hooks = ModuleStructure(self.catalog.reach.named_files), StepHooks()
         self._rows_only, self._warns_of_rows = rows_only is not False, rows_only is None
         self.seed = torch.initial_seed()
         """Of the program, at the end of its last scope; random numbers of functions come from it."""

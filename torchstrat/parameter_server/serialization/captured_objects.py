@@ -175,6 +175,9 @@ class Outgoing:
     def by_value(self, value: object) -> bool:
         return self._catalog.reach.by_value(value, self._root, self._memo)
 
+    def note_name(self, value: object) -> None:
+        self._catalog.reach.note_name(value)
+
     def rests_on(self, value: object) -> list[tuple[Look, list[object]]] | None:
         """Of a function or class that goes by name: see `Reach.rests_on`."""
         return self._catalog.reach.rests_on(value)

@@ -100,6 +100,14 @@ class Reach:
         self._is_captured = is_captured
         self._holds_captured = holds_captured
         self._known: dict[tuple[object, int], _Footprint] = {}
+        self.named_files: dict[str, None] = {}
+        """Modules of the program's own that something was sent by name of."""
+
+    def note_name(self, value: object) -> None:
+        """A function, a class or a module is sent by name."""
+        name = _module_of(value)
+        if name not in self.named_files and is_own_file(name):
+            self.named_files[name] = None
 
     def by_value(self, value: object, root: object, memo: dict[int, bool]) -> bool:
         """Whether a function, a class or a module that could be imported must be sent by value.
@@ -413,6 +421,11 @@ def is_installed(module_name: str) -> bool:
     import sysconfig  # reads the environment when it is imported
 
     return origin.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+
+
+def is_own_file(module_name: str) -> bool:
+    """Whether it is a file of the program's that other processes import."""
+    return module_name not in ("", "__main__") and not is_library(module_name) and not is_installed(module_name)
 
 
 @functools.lru_cache(maxsize=4096)

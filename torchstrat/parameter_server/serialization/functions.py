@@ -226,6 +226,9 @@ class _Returning:
     def by_value(self, value: object) -> bool:
         return False
 
+    def note_name(self, value: object) -> None:
+        pass
+
     def names_used(self) -> frozenset[str]:
         return frozenset()
 

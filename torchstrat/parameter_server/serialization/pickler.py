@@ -86,6 +86,9 @@ class References(Protocol):
     def by_value(self, value: object) -> bool:
         """Whether a function, class or module must be sent by value although it can be imported."""
 
+    def note_name(self, value: object) -> None:
+        """A function, class or module is sent by name."""
+
     def names_used(self) -> frozenset[str]:
         """The names that the functions use which are sent: the part of a module that goes by value."""
 
@@ -213,6 +216,8 @@ class ObjectPickler(ValuePickler):
             return _torch_private.operator_at, (path,)
         if isinstance(value, types.FunctionType | type | types.ModuleType):
             if not self._references.by_value(value):
+                if can_go_by_name(value):
+                    self._references.note_name(value)
                 return super().reducer_override(value)
             if isinstance(value, types.FunctionType):
                 return self._dynamic_function_reduce(value)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -278,40 +279,49 @@ _CONTAINERS = (list, tuple, dict, set)
 # -- of classes, on the coordinator ------------------------------------------------------------------------------------
 
 
-class _KnownClass:
-    """A class, and what it had when it was looked at last."""
+class KnownNamespace:
+    """A class, or a file, and what it had when it was looked at last."""
 
-    def __init__(self, kind: type) -> None:
-        self.kind = weakref.ref(kind)
-        self._values = _fixed_members(kind)
+    def __init__(self, owner: type | types.ModuleType) -> None:
+        self.owner = weakref.ref(owner)
+        _known_here.add(owner)
+        self._values = self.sent_of(vars(owner))
         self.set: dict[str, SetAttribute] = {}
         self.size = -1
         self.values_of: Callable[[Mapping[str, object]], tuple[object, ...]] | None = None
-        self._last: tuple[object, ...] = ()
-        self._changes = 0
+        self.last: tuple[object, ...] = ()
+        self.count = 0
+
+    def is_watched(self, name: str, value: object) -> bool:
+        return not name.startswith("__") and not callable(value) and not hasattr(type(value), "__get__")
+
+    def sent_of(self, members: Mapping[str, object]) -> dict[str, object]:
+        """Those of its members that travel when they are set."""
+        return {name: value for name, value in members.items() if is_fixed(value) and not name.startswith("__")}
 
     def changes(self, members: Mapping[str, object]) -> int:
-        """Another number when an attribute was set since, added or deleted. ``members``: of the class."""
+        """Another number when an attribute was set since, added or deleted. ``members``: of the class, or the file."""
         try:
             values = self.values_of(members) if self.values_of is not None and len(members) == self.size else None
         except KeyError:  # one was deleted, and another one set
             values = None
         if values is None:
             values = self._learn(members)
-        if len(values) != len(self._last) or not all(map(operator.is_, values, self._last)):
-            self._last = values
-            self._changes += 1
-        return self._changes
+        if len(values) != len(self.last) or not all(map(operator.is_, values, self.last)):
+            self.last = values
+            self.count += 1
+        return self.count
 
     def _learn(self, members: Mapping[str, object]) -> tuple[object, ...]:
-        names = [name for name, value in members.items() if not name.startswith("__") and _is_data(value)]
+        names = [name for name, value in members.items() if self.is_watched(name, value)]
         self.size = len(members)
-        self.values_of = operator.itemgetter("__module__", *names) if names else None  # of two at least: a tuple
+        always_there = next(iter(members), "")
+        self.values_of = operator.itemgetter(always_there, *names) if names else None  # of two at least: a tuple
         return () if self.values_of is None else self.values_of(members)
 
     def look(self) -> None:
-        kind = self.kind()
-        now = {} if kind is None else _fixed_members(kind)
+        owner = self.owner()
+        now = {} if owner is None else self.sent_of(vars(owner))
         for name in self._values.keys() | now.keys():
             value = now.get(name, Gone.GONE)
             if name not in self._values or self._values[name] != value:
@@ -319,16 +329,10 @@ class _KnownClass:
         self._values = now
 
 
-def _is_data(value: object) -> bool:
-    return not callable(value) and not hasattr(type(value), "__get__")
-
-
-def _fixed_members(kind: type) -> dict[str, object]:
-    return {name: value for name, value in vars(kind).items() if is_fixed(value) and not name.startswith("__")}
-
-
+_known_here: weakref.WeakSet[type | types.ModuleType] = weakref.WeakSet()
+"""Where the coordinator looks: a worker in this process leaves these as they are."""
 _NOTHING: Mapping[str, object] = {}
-_known_classes: dict[int, _KnownClass] = {}
+_known_classes: dict[int, KnownNamespace] = {}
 """By the ``id`` of the class. Of the process: another job's workers are to have what was set in this one."""
 
 
@@ -336,7 +340,7 @@ def _note_classes(owner: object) -> None:
     """It is sent now."""
     for kind in type(owner).__mro__:
         if id(kind) not in _known_classes and not is_library(kind.__module__) and not is_installed(kind.__module__):
-            _known_classes[id(kind)] = _KnownClass(kind)
+            _known_classes[id(kind)] = KnownNamespace(kind)
             weakref.finalize(kind, _known_classes.pop, id(kind), None).atexit = False
 
 
@@ -344,7 +348,7 @@ def marks_of_classes() -> list[int]:
     """Equal ones: nothing was set on any class. Every call of `schedule` asks."""
     found = []
     for one in list(_known_classes.values()):
-        members = getattr(one.kind(), "__dict__", _NOTHING)
+        members = getattr(one.owner(), "__dict__", _NOTHING)
         # Most classes have none.
         if one.values_of is not None or len(members) != one.size:
             found.append(one.changes(members))
@@ -370,7 +374,7 @@ def set_on_classes(owner: object) -> SetAttributes:
 # -- of classes, on workers and servers --------------------------------------------------------------------------------
 
 
-_taken: MutableMapping[type, dict[str, tuple[int, object]]] = weakref.WeakKeyDictionary()
+_taken: MutableMapping[type | types.ModuleType, dict[str, tuple[int, object]]] = weakref.WeakKeyDictionary()
 """When what was set here was set on the coordinator, and what there was before."""
 
 
@@ -381,14 +385,18 @@ def put(owner: object, attributes: SetAttributes) -> Iterator[tuple[str, SetAttr
             yield key, one
             continue
         place, name = key
-        kind = type(owner).__mro__[place]
-        if id(kind) in _known_classes:
-            continue  # a coordinator is in this process, and it is the program's class
-        taken = _taken.setdefault(kind, {})
-        moment, before = taken.get(name, (0, vars(kind).get(name, Gone.GONE)))
-        if moment < one.moment:
-            taken[name] = one.moment, before
-            _set(kind, name, one.value)
+        set_there(type(owner).__mro__[place], name, one)
+
+
+def set_there(owner: type | types.ModuleType, name: str, one: SetAttribute) -> None:
+    """Set what was set on a class, or in a file, until the job ends."""
+    if owner in _known_here:
+        return  # a coordinator is in this process, and it is the program's
+    taken = _taken.setdefault(owner, {})
+    moment, before = taken.get(name, (0, vars(owner).get(name, Gone.GONE)))
+    if moment < one.moment:
+        taken[name] = one.moment, dict(before) if type(before) is dict else before
+        _set(owner, name, one.value)
 
 
 def put_own(owner: object, attributes: SetAttributes) -> None:
@@ -408,11 +416,15 @@ def put_back() -> None:
     _taken.clear()
 
 
-def _set(kind: type, name: str, value: object) -> None:
-    if value is not Gone.GONE:
-        setattr(kind, name, value)
-    elif name in vars(kind):
-        delattr(kind, name)
+def _set(owner: type | types.ModuleType, name: str, value: object) -> None:
+    there = vars(owner).get(name)
+    if type(value) is type(there) is dict:  # others may have it, by another name
+        there.clear()
+        there.update(value)
+    elif value is not Gone.GONE:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
 
 
 # -- what hooks before a forward pass make ----------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class _Code:
         self._looks = [*self._walk(kind)]
         self._seen = [*itertools.chain.from_iterable(look() for look in self._looks)]
         self._changing = [*map(contents_of, filter(_may_change, self._seen))]
-        self._meant = [*map(_meaning, self._seen)]
+        self._meant = [*map(meaning_of, self._seen)]
 
     def _walk(self, kind: type) -> Iterator[_Look]:
         pending: list[object] = [*kind.__mro__]
@@ -134,7 +134,7 @@ def _may_change(value: object) -> bool:
     return not is_fixed(value) and not isinstance(value, _ALONE)
 
 
-def _meaning(value: object) -> object:
+def meaning_of(value: object) -> object:
     """Equal ones where it does not matter which of two it is: also in copies that came from another task."""
     functions = [one for one in functions_of(value) if isinstance(one, types.FunctionType)]
     if functions:

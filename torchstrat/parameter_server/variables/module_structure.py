@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -50,6 +50,7 @@ from torchstrat.parameter_server.serialization.closure_walk import functions_of,
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.variables.class_code import CodeOfClasses
+from torchstrat.parameter_server.variables.program_files import ProgramFiles
 
 MEMBERS = "members"
 """Of the settings' keys: (this, token of a module) → `Members`."""
@@ -68,9 +69,9 @@ class Members(NamedTuple):
 
 
 class ModuleStructure:
-    """Remembers what modules had when they were first sent. Weak."""
+    """Remembers what modules had when they were first sent. Weak. ``named_files``: as of `Reach`."""
 
-    def __init__(self) -> None:
+    def __init__(self, named_files: Collection[str] = ()) -> None:
         self._sent: dict[int, tuple[weakref.ref[nn.Module], list[object]]] = {}
         self._changed: weakref.WeakKeyDictionary[nn.Module, tuple[object, Packed | None]] = weakref.WeakKeyDictionary()
         """With the marks of its hooks, and these in a `Packed`."""
@@ -78,6 +79,7 @@ class ModuleStructure:
         self._kinds: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()  # when they were sent
         self._other_kind: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of another class than that, or were once
         self._code = CodeOfClasses()
+        self._files = ProgramFiles(named_files)
 
     def check(self, modules: Iterable[nn.Module]) -> None:
         """Raise `UnsupportedError` for what would not be on the workers as it is here."""
@@ -99,14 +101,15 @@ class ModuleStructure:
             (self._hooked.add if any(_hook_marks(module)) else self._hooked.discard)(module)
 
     def mark(self) -> list[object]:
-        """Equal ones: no hook was registered, or removed, on any module, and no class has changed."""
+        """Equal ones: no hook was registered, or removed, on any module, and no class or file has changed."""
         hooks = [mark for module in self._hooked for mark in _hook_marks(module)]
-        return [next_hook_id(), len(self._hooked), *hooks, *self._code.marks()]
+        return [next_hook_id(), len(self._hooked), *hooks, *self._code.marks(), *self._files.marks()]
 
     def changed(
         self, catalog: Catalog, spec_of_buffer: Callable[[nn.Module, str], VariableSpec | None]
-    ) -> Iterator[tuple[Token, Members]]:
-        """The modules that have changed since they were sent, with what they have now."""
+    ) -> Iterator[tuple[Token, object]]:
+        """The modules that have changed since they were sent, with what they have now; and the program's files."""
+        yield from self._files.changed()
         for module, (marks, hooks) in list(self._changed.items()):
             now = [type(module), self._code.revision(type(module)), _hook_marks(module)]
             if hooks is None or marks != now:

@@ -47,6 +47,7 @@ from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.attributes import ATTRIBUTES, fixed_attributes, put_own
 from torchstrat.parameter_server.variables.module_structure import MEMBERS, STEP_HOOKS, Members
+from torchstrat.parameter_server.variables.program_files import GLOBALS, put_globals
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.stepped_optimizers import StepGroup
 from torchstrat.replicas.thread_state import AS_A_THREAD_BEGINS, leave_plain
@@ -128,6 +129,8 @@ class Settings:
                 self._set_attributes(token[1], flag)
             elif token[0] == STEP_HOOKS:
                 self._set_step_hooks(token[1], flag)
+            elif token[0] == GLOBALS:
+                put_globals(token[1], flag)
             elif self._world.knows(token):
                 captured = self._world.resolve(token)
                 if isinstance(captured, nn.Module):

@@ -1,0 +1,188 @@
+"""Globals of a program's own files: workers, which import these, have what the program has set there.
+
+Functions and classes of a file travel by name. Workers run the file anew, and have what stands in it; what the program
+has set since (``settings.ALPHA = 0.5``, ``settings.CONFIG["alpha"] = 0.5``, ``Head.alpha = 0.5``) is set on them too,
+until the job ends: numbers, strings, tuples, and dictionaries of such. What it has set before the file was first named
+is what differs from a number, a string or the like that stands in the file. A function that the program puts in the
+place of another one (``layers.act = other``) is warned of.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+
+from torchstrat.parameter_server.messages import SetAttribute
+from torchstrat.parameter_server.serialization.closure_walk import is_own_file
+from torchstrat.parameter_server.serialization.plain import is_plain
+from torchstrat.parameter_server.variables.attributes import KnownNamespace, set_there
+from torchstrat.parameter_server.variables.class_code import meaning_of
+
+GLOBALS = "globals"
+"""Of the settings' keys: (this, name of a module) → what was set in it, by name; ``Head.alpha`` of a class."""
+
+_MOST_PARTS = 100  # of a dictionary: larger ones hold data
+_OFTEN = 32  # code is looked at in so many calls of `schedule`, and then in one of so many
+
+# -- on the coordinator -----------------------------------------------------------------------------------------------
+
+
+class _Space(KnownNamespace):
+    """A file, or a class in it. ``written``: what it assigns itself."""
+
+    def __init__(self, owner: type | types.ModuleType, written: Mapping[str, object]) -> None:
+        super().__init__(owner)
+        self._values = {name: written.get(name, value) for name, value in self._values.items()}
+        self._contents: list[object] = []
+        self._callables = _callables_of(vars(owner))
+
+    def changes(self, members: Mapping[str, object]) -> int:
+        found = super().changes(members)
+        contents: list[object] = [dict(one) for one in self.last if type(one) is dict and len(one) <= _MOST_PARTS]
+        if contents != self._contents:
+            self._contents = contents
+            self.count += 1
+        return found + self.count
+
+    def sent_of(self, members: Mapping[str, object]) -> dict[str, object]:
+        plain = {name: dict(one) for name, one in members.items() if type(one) is dict and len(one) <= _MOST_PARTS}
+        plain = {name: one for name, one in plain.items() if is_plain(one) and not name.startswith("__")}
+        return super().sent_of(members) | plain
+
+    def replaced(self) -> str | None:
+        """A function or class in whose place there is another one since the last time."""
+        before, now = self._callables, _callables_of(getattr(self.owner(), "__dict__", {}))
+        self._callables = now
+        others = [name for name, one in now.items() if before.get(name, one) is not one]
+        return next((name for name in others if meaning_of(before[name]) != meaning_of(now[name])), None)
+
+
+def _callables_of(members: Mapping[str, object]) -> dict[str, object]:
+    return {name: one for name, one in list(members.items()) if callable(one) and not name.startswith("__")}
+
+
+_known_files: dict[str, dict[str, _Space]] = {}
+"""Of the process: another job's workers are to have what was set in this one."""
+
+
+class ProgramFiles:
+    """Those that something was sent by name of in a job, and what these import of the program's. ``named``: the
+    former."""
+
+    def __init__(self, named: Collection[str]) -> None:
+        self._named, self._noted = named, 0
+        self._known: dict[str, dict[str, _Space]] = {}
+        self._calls = 0
+        self._has_warned = False
+
+    def marks(self) -> list[int]:
+        """Equal ones: nothing was set. Every call of `schedule` asks."""
+        if len(self._named) != self._noted:
+            self._noted = len(self._named)
+            for name in list(self._named):
+                self._note(name)
+        self._calls += 1
+        if not self._has_warned and (self._calls < _OFTEN or self._calls % _OFTEN == 0):
+            self._look_at_code()
+        spaces = (space for spaces in self._known.values() for space in spaces.values())
+        return [space.changes(getattr(space.owner(), "__dict__", {})) for space in spaces]
+
+    def _look_at_code(self) -> None:
+        for name, spaces in self._known.items():
+            for prefix, space in spaces.items():
+                replaced = space.replaced()
+                if replaced is not None:
+                    self._warn(f"{name}.{prefix}{replaced}")
+
+    def changed(self) -> Iterator[tuple[tuple[str, str], dict[str, SetAttribute]]]:
+        """What was set in each, and when."""
+        self.marks()
+        for name, spaces in self._known.items():
+            found: dict[str, SetAttribute] = {}
+            for prefix, space in spaces.items():
+                space.look()
+                found |= {prefix + key: one for key, one in space.set.items()}
+            if found:
+                yield (GLOBALS, name), found
+
+    def _note(self, name: str) -> None:
+        module = sys.modules.get(name)
+        if name in self._known or module is None or not is_own_file(name):
+            return
+        known = _known_files.get(name)
+        if known is None or known[""].owner() is not module:
+            known = _known_files[name] = _spaces_of(module)
+        self._known[name] = known
+        for value in list(vars(module).values()):
+            home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            if isinstance(home, str) and isinstance(value, types.ModuleType | types.FunctionType | type):
+                self._note(home)
+
+    def _warn(self, name: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{name} was replaced on the coordinator. Workers import the file that it is of and have what stands "
+                "there; numbers, strings, tuples and dictionaries of such follow where they are set, and this is none. "
+                "Give it to the function as an argument, or replace it in the function. (Further ones are not warned "
+                "of.)",
+                stacklevel=2,
+            )
+
+
+def _spaces_of(module: types.ModuleType) -> dict[str, _Space]:
+    written = _written_in(module)
+    spaces = {"": _Space(module, written.get("", {}))}
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            spaces[f"{value.__qualname__}."] = _Space(value, written.get(value.__qualname__, {}))
+    return spaces
+
+
+def _written_in(module: types.ModuleType) -> dict[str, dict[str, object]]:
+    """What a file assigns by numbers, strings and the like, once each, and its classes; "" is the file itself."""
+    with contextlib.suppress(Exception):  # it may have no source
+        tree = ast.parse(inspect.getsource(module))
+        bodies = {"": tree.body} | {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
+        return {name: dict(_assigned_in(body)) for name, body in bodies.items()}
+    return {}
+
+
+def _assigned_in(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:
+    found: dict[str, object] = {}
+    several: set[str] = set()
+    for statement in body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and (value := getattr(statement, "value", None)) is not None:
+                several |= {target.id} & found.keys()
+                found[target.id] = None
+                with contextlib.suppress(ValueError, TypeError, SyntaxError):
+                    found[target.id] = ast.literal_eval(value)
+                    continue
+                several.add(target.id)
+    yield from ((name, value) for name, value in found.items() if name not in several)
+
+
+# -- on workers --------------------------------------------------------------------------------------------------------
+
+
+def put_globals(name: str, values: Mapping[str, SetAttribute]) -> None:
+    """Set what the program has set in a file."""
+    try:
+        module = importlib.import_module(name)
+    except Exception:  # the function that names it says so
+        return
+    for key, one in values.items():
+        *path, last = key.split(".")
+        owner: object = module
+        for part in path:
+            owner = getattr(owner, part, None)
+        if isinstance(owner, type | types.ModuleType):
+            set_there(owner, last, one)
