@@ -24,7 +24,7 @@ from tests.support.ps_nodes import (
     endpoint_with,
     error_of,
 )
-from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError, Segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import NoRoomError, Segment
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
 from torchstrat.parameter_server.same_host.channel import DTYPES
 from torchstrat.parameter_server.same_host.peers import SWITCH, name_of

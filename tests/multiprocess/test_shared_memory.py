@@ -20,7 +20,7 @@ import torch
 import torchstrat as ts
 from tests.support.central_storage import mappings, me
 from tests.support.replicas import check_processes, run_case
-from torchstrat.distributed.collectives.shared_memory import lockstep, neighbours, segment
+from torchstrat.distributed.collectives.shared_memory import common_memory, lockstep, neighbours
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind
 from torchstrat.distributed.collectives.shared_memory.device_copies import CudaRuntime, DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep
@@ -89,7 +89,7 @@ def test_several_hosts_use_sockets(two_processes: Workers) -> None:
 
 
 def without_room() -> tuple[str, list[str]]:
-    little = mock.patch.object(segment, "available_bytes", return_value=1000)
+    little = mock.patch.object(common_memory, "available_bytes", return_value=1000)
     with little, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with opened() as strategy:
@@ -310,7 +310,7 @@ def test_a_closed_strategy_leaves_no_memory_and_no_descriptors(two_processes: Wo
 def test_copies_of_a_gpu_are_complete_when_they_are_waited_for() -> None:
     device = torch.device("cuda", 0)
     copies = DeviceCopies(CudaRuntime(device))
-    memory = CommonMemory(segment.Segment.allocate(1 << 26))
+    memory = CommonMemory(common_memory.Segment.allocate(1 << 26))
     [place] = memory.places([Kind((1 << 24,), (1,), torch.float32)])
     copies.pin(memory)
     assert place.written.is_pinned()

@@ -20,11 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstrat.core import gradients
-from torchstrat.distributed.collectives.shared_memory import common_memory, in_place_sum, lockstep, segment
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Kind, kind_of, size_of
+from torchstrat.distributed.collectives.shared_memory import common_memory, in_place_sum, lockstep
+from torchstrat.distributed.collectives.shared_memory.common_memory import (
+    CommonMemory,
+    Kind,
+    NoRoomError,
+    Segment,
+    kind_of,
+    size_of,
+)
 from torchstrat.distributed.collectives.shared_memory.in_place_sum import Blocks, InPlaceSum, Piece, make_chunks
 from torchstrat.distributed.collectives.shared_memory.lockstep import Lockstep, PeersMissingError
-from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError, Segment
 from torchstrat.testing.fake_device import why_no_common_memory
 
 pytestmark = pytest.mark.skipif(lockstep.why_not() is not None, reason=str(lockstep.why_not()))
@@ -82,7 +88,7 @@ def test_nobody_can_cut_a_segment_short() -> None:
 
 
 def test_too_little_memory_is_said_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(common_memory, "available_bytes", lambda: 100 << 20)
     with pytest.raises(NoRoomError, match=r"209,715,200 bytes of shared memory are needed, and 104,857,600 are left"):
         Segment.allocate(200 << 20)
 

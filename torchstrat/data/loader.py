@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.core.randomness import RandomGenerator, RandomStreams, generators_in
 from torchstrat.data import rows, spec
 from torchstrat.data.loader_batches import (
     Collate,
@@ -60,7 +61,6 @@ from torchstrat.data.own_draws import (
 )
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.random_states import RandomGenerator, RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files, set_loader_source
 from torchstrat.data.streams import Step

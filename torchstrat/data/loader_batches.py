@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_
 from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.randomness import RandomStreams, generators_in
 from torchstrat.data import rows, spec
 from torchstrat.data.marks import with_same_of
 from torchstrat.data.order import Index
@@ -40,7 +41,6 @@ from torchstrat.data.own_draws import (
 )
 from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.rows import equal_chunks
 from torchstrat.data.sequence import END, Counting, Stateful, is_stateful, own_state, rows_of, skip, skip_extra
 from torchstrat.data.streams import MARKS, CollateReading, Step, copies, equal_chunk_steps, require_aligned

@@ -35,11 +35,10 @@ from torch.utils.data import (
 
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
-from torchstrat.core.randomness import state_of
+from torchstrat.core.randomness import RandomGenerator, RandomStreams, generators_in, state_of
 from torchstrat.data import spec
 from torchstrat.data.own_draws import CommonDraws, Seeds, generators_of_data
 from torchstrat.data.position import Place, Resume
-from torchstrat.data.random_states import RandomGenerator, RandomStreams, generators_in
 from torchstrat.data.sequence import Stateful, is_stateful, own_state
 
 T = TypeVar("T")

@@ -32,10 +32,9 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
-from torchstrat.core.randomness import state_of
+from torchstrat.core.randomness import RandomGenerator, RandomStreams, state_of
 from torchstrat.core.reachable import Start, walk_behind
 from torchstrat.data.pipeline import Pipeline
-from torchstrat.data.random_states import RandomGenerator, RandomStreams
 
 PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
 NUMPYS: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-defined]

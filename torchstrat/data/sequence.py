@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
+from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
 from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.random_states import RandomStreams
 
 END: Final = object()
 

@@ -20,12 +20,12 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import iterates_as_torch_does
 from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
+from torchstrat.core.randomness import RandomStreams, generators_in
 from torchstrat.data import rows, spec
 from torchstrat.data.marks import Marked, children, is_container
 from torchstrat.data.own_draws import Continuing, Seeds, Watched, draws_without_loader, stream_seed
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Stateful, in_sequence, is_stateful, sequentially, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.data.workers import ReadByItself, loaders_in

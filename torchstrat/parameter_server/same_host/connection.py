@@ -15,7 +15,7 @@ from typing import NoReturn, TypeAlias
 import torch
 
 from torchstrat.core.errors import CommunicationError, PeerTimeoutError, PeerUnavailableError
-from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError
+from torchstrat.distributed.collectives.shared_memory.common_memory import NoRoomError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.same_host.channel import (
     ASKED,

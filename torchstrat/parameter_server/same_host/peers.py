@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 
 from torchstrat.core.errors import AuthenticationError, CommunicationError
-from torchstrat.distributed.collectives.shared_memory.segment import Segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import Segment
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.membership.control_channel import keep_out_of_children, shut_down
 from torchstrat.parameter_server.same_host.channel import Channel

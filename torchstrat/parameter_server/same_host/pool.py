@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchstrat.core.errors import CommunicationError
-from torchstrat.distributed.collectives.shared_memory.segment import Segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import Segment
 
 _ALIGNED = 64  # bytes: a cache line, and what vector instructions like
 _SLAB_BYTES = 4 << 20

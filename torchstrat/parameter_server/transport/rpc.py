@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, PeerUnavailableError, TorchstratError
-from torchstrat.distributed.collectives.shared_memory.segment import NoRoomError
+from torchstrat.distributed.collectives.shared_memory.common_memory import NoRoomError
 from torchstrat.parameter_server.interface import Handler, Peer, Task
 from torchstrat.parameter_server.same_host.connection import timed_out
 from torchstrat.parameter_server.same_host.peers import Neighbours, why_not

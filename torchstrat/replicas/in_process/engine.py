@@ -37,8 +37,7 @@ from torchstrat.replicas.gradient_records import LossCheck
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
-from torchstrat.replicas.in_process.local_components import LocalComponents
-from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
+from torchstrat.replicas.in_process.steps import InProcessSteps, LocalComponents, LocalSteps
 from torchstrat.replicas.optimizer_step import LeftGradients, StepsOutside
 from torchstrat.replicas.roster import Newborn, parameters_of
 from torchstrat.replicas.scaling_lookups import ScalingLookups

@@ -24,12 +24,12 @@ from torchstrat.core._torch_private import own_buffers
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import hyperparameters, is_listed, is_seen_to_step, load_in_place
+from torchstrat.core.randomness import RandomStreams
 from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica, Weights
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.data.own_draws import generators_reached, number_of
-from torchstrat.data.random_states import RandomStreams
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.engine import StepCounts

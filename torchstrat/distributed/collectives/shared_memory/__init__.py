@@ -2,10 +2,10 @@
 
 From the inside out::
 
-    segment.py        memory without a name, whose size is certain before it is touched
     neighbours.py     processes find each other, prove who they are, and pass descriptors
     lockstep.py       a sequence number per rank: publish, sleep until the others come (futex), notice who died
-    common_memory.py  tensors that all ranks see and each may change for itself
+    common_memory.py  memory without a name, whose size is certain before it is touched, and in it tensors that all
+                      ranks see and each may change for itself
     in_place_sum.py   sum lists of tensors where they lie, by blocks that ranks write in turns and that fit the cache
     device_copies.py  to a device and back, for ranks that compute there
 

@@ -1,6 +1,8 @@
-"""Memory that all ranks see once and that each may write to without the others' seeing it.
+"""Memory without a name, and in it memory that all ranks see once and each may write to without the others' seeing it.
 
-Every rank maps one segment twice. What it *writes* through the first mapping, all see. The second one, which it is
+It exists while a process holds its descriptor or maps it, and no longer.
+
+Every rank maps one `Segment` twice. What it *writes* through the first mapping, all see. The second one, which it is
 *shown*, is private: it shows what is in the segment until this rank writes to it, and from then on a copy of the page
 that was written to. So a program may do what it likes with the tensors it is shown, and what it did can be told
 (`edits`), made everyone's (`publish`) or undone (`forget`). Which pages it has written to, the kernel knows
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import math
 import mmap
@@ -22,7 +25,64 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from torchstrat.distributed.collectives.shared_memory.segment import Segment
+from torchstrat.core.memory import available_bytes
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_KEPT_FREE_BYTES = 64 << 20
+
+
+class NoRoomError(OSError):
+    """The memory cannot be had. Nothing was allocated."""
+
+
+class Segment:
+    """``size`` bytes, zero at first, mapped by every process that was given ``descriptor``.
+
+    Processes forked from this one (workers of a data loader) have no part in it: they cannot touch it by accident, nor
+    keep it. Unless it is ``for_children`` too, because what lies there may be used by them.
+    """
+
+    def __init__(self, descriptor: int, size: int, *, for_children: bool = False) -> None:
+        self.descriptor, self.size = descriptor, size
+        self.mapping = mmap.mmap(descriptor, size)
+        if not for_children:
+            self.mapping.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
+            self.mapping.madvise(_MADV_POPULATE_WRITE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+
+    @staticmethod
+    def allocate(size: int, *, for_children: bool = False) -> Segment:
+        """Raises `NoRoomError`. A page that is missing later would end the process with SIGBUS, so all are there."""
+        free = available_bytes()
+        if free is not None and size + _KEPT_FREE_BYTES > free:
+            raise NoRoomError(errno.ENOMEM, f"{size:,} bytes of shared memory are needed, and {free:,} are left")
+        descriptor = os.memfd_create("torchstrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as error:
+                raise NoRoomError(
+                    error.errno, f"{size:,} bytes of shared memory are needed: {os.strerror(error.errno or 0)}"
+                ) from error
+            # Nobody it is passed to can cut it short under the others.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return Segment(descriptor, size, for_children=for_children)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
+        """A view of ``count`` elements from byte ``offset`` on. It keeps the memory mapped."""
+        with torch.inference_mode(False):  # it is kept, and written to in other modes too
+            return torch.frombuffer(self.mapping, dtype=dtype, count=count, offset=offset)
+
+    def close(self) -> None:
+        """Let go of the descriptor. The memory stays while a view of it does."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
 
 PAGE_BYTES = mmap.PAGESIZE
 

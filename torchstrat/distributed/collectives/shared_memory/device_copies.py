@@ -17,8 +17,7 @@ from typing import Protocol
 
 import torch
 
-from torchstrat.distributed.collectives.shared_memory.common_memory import PAGE_BYTES, CommonMemory
-from torchstrat.distributed.collectives.shared_memory.segment import Segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import PAGE_BYTES, CommonMemory, Segment
 
 _ALIGNMENT_BYTES = 64
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process

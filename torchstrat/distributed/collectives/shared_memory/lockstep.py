@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from torchstrat.distributed.collectives.shared_memory.segment import Segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import Segment
 
 _SYSCALL_NUMBER = 202  # of futex on x86-64
 _WAIT, _WAKE = 0, 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchstrat.core.engine import Communicator
 from torchstrat.distributed.collectives.shared_memory import lockstep
-from torchstrat.distributed.collectives.shared_memory.segment import Segment
+from torchstrat.distributed.collectives.shared_memory.common_memory import Segment
 
 MEETING = "the start of shared memory (processes of one host meet)"
 _LARGEST = 250  # ranks: the kernel passes at most 253 descriptors in a message

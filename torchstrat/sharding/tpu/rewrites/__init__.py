@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.sharding.tpu.limits import refusals
-from torchstrat.sharding.tpu.rewrites import elementwise, fourier, images, indexing, normalization
+from torchstrat.sharding.tpu.rewrites import elementwise, indexing, normalization, signals
 from torchstrat.sharding.tpu.rewrites.normalization import BatchNormalization, TensorMap
 
 __all__ = ["Rewrites"]
@@ -70,9 +70,9 @@ _EVERYWHERE: dict[object, Function] = {
     F.kl_div: elementwise.kl_div,
     F.gaussian_nll_loss: elementwise.gaussian_nll_loss,
     **elementwise.functions(),
-    **images.functions(),
+    **signals.functions(),
     **indexing.functions(),
-    **fourier.transforms(),
+    **signals.transforms(),
     **refusals(),
     torch.lstm_cell: elementwise.lstm_cell,
     torch.gru_cell: elementwise.gru_cell,
@@ -107,7 +107,7 @@ class Rewrites:
         self.sync_batch_norm: Function = batch.sync_batch_norm
         self._found: dict[Any, Function] = {
             **_EVERYWHERE,
-            **(images.convolutions() if logical_devices > 1 else {}),
+            **(signals.convolutions() if logical_devices > 1 else {}),
             F.batch_norm: batch.batch_norm,
             torch.batch_norm: _in_torchs_order(batch.batch_norm),
             F.instance_norm: batch.instance_norm,
