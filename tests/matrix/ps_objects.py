@@ -28,7 +28,6 @@ from torchstrat.parameter_server.variables import (
     attributes,
     cached_parameter,
     cached_state,
-    class_code,
     optimizer_state,
     program_files,
     program_state,
@@ -507,7 +506,7 @@ FAULTS = [
     ),
     PlantedFault(
         _CODE_STAYS,
-        lambda: on_servers.marked(_CODE_STAYS, switched_off(class_code.CodeOfClasses, "marks", lambda self: [])),
+        lambda: on_servers.marked(_CODE_STAYS, switched_off(program_files.CodeOfClasses, "marks", lambda self: [])),
         _at(ps_attributes.CODE, *ps_attributes.ROWS[ps_attributes.CODE], place=on_servers.PROCESSES),
     ),
     PlantedFault(

@@ -49,8 +49,7 @@ from torchstrat.parameter_server.serialization.captured_objects import Catalog
 from torchstrat.parameter_server.serialization.closure_walk import functions_of, names_in
 from torchstrat.parameter_server.serialization.functions import pack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
-from torchstrat.parameter_server.variables.class_code import CodeOfClasses
-from torchstrat.parameter_server.variables.program_files import ProgramFiles
+from torchstrat.parameter_server.variables.program_files import CodeOfClasses, ProgramFiles
 
 MEMBERS = "members"
 """Of the settings' keys: (this, token of a module) → `Members`."""
