@@ -7,6 +7,7 @@ process, `Forked` a server that has imported torch and done nothing else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -143,6 +144,7 @@ class Forked:
 
 
 def _serve(connection: Connection[Any, Any], make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # a collection would otherwise go through all that was imported, and copy every page of it
     torch.set_num_threads(1)
     made: list[Any] = []
     function: Callable[..., Any] = lambda *args: made.append(make(*args))  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -89,6 +90,7 @@ def test_groups_of_consecutive_runs_do_not_meet() -> None:
         assert [workers.run(summed_ranks) for _ in range(3)] == [[3.0, 3.0]] * 3
         assert workers.run(os.getpid) == processes
         assert workers.run(torch.get_num_threads) == [1, 1]
+        assert min(workers.run(gc.get_freeze_count)) > 10_000, "collections leave alone what was imported"
         assert torch.equal(workers.run(double, torch.arange(3))[1], torch.tensor([0, 2, 4]))
         assert workers.run(load_with_a_worker) == [[1.0, 5.0]] * 2, "they may have children"
         workers.run(warnings.simplefilter, "error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import multiprocessing
@@ -92,6 +93,7 @@ def fork(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
 
 
 def _script(words: list[str], folder: Path, streams: list[str], own: dict[str, str]) -> None:
+    gc.freeze()  # a collection would otherwise go through all that was imported, and copy every page of it
     for number, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY), number)
     os.chdir(folder)

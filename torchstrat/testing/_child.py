@@ -5,6 +5,7 @@ name where the other side can import them.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -127,6 +128,7 @@ def serve(connection: Connection[object, object], folder: str, rank: int, enviro
 
 def _be_a_process_of_its_own(environment: Mapping[str, str]) -> None:
     """What a fork has of the process that it was forked from."""
+    gc.freeze()  # a collection would otherwise go through all that was imported, and copy every page of it
     os.environ.clear()
     os.environ.update(environment)
     if (threads := environment["OMP_NUM_THREADS"]).isdecimal():  # it may also be a list, for nested regions
