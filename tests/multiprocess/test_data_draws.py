@@ -267,7 +267,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", CASES)
+WITH_WORKERS = [name for name, (_, workers) in CASES.items() if workers]
+
+
+@pytest.mark.parametrize(
+    # Of those with workers every second one, of each way to shard; all in soak.
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name in WITH_WORKERS[::2] else []) for name in CASES],
+)
 def test_no_draw_is_repeated_by_another_pipeline(two_processes: Workers, folder: Path, name: str) -> None:
     (first, first_stand, _), (second, second_stand, _) = found = two_processes.run(read, name, folder)
     whole = "batches" in name or "OFF" in name
