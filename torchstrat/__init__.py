@@ -7,13 +7,14 @@ import importlib
 import sys
 import typing
 
-from torchstrat.core import _importing
+from torchstrat import core
 
-with _importing.without_collection():
+with core.without_collection():
     from torchstrat import data
     from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate, evaluation
     from torchstrat.checkpoint.evaluation import SidecarEvaluator
     from torchstrat.checkpoint.preemption import PreemptionHandler
+    from torchstrat.core import __version__ as __version__
     from torchstrat.core import errors
     from torchstrat.core.context import RunOptions, experimental_set_strategy, has_strategy, in_cross_replica_context
     from torchstrat.core.errors import OutOfRangeError
@@ -23,7 +24,6 @@ with _importing.without_collection():
     from torchstrat.core.terminal import progress
     from torchstrat.core.values import DistributedValues, Mirrored, PerReplica, ValueContext
     from torchstrat.core.variable.variable import Variable
-    from torchstrat.core.version import __version__ as __version__
     from torchstrat.data.distributed import DistributedDataset, DistributedIterator
     from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
     from torchstrat.distributed import cluster_resolver

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import PYTHON, ROOT, succeed
-from torchstrat.core._importing import without_collection
+from torchstrat.core import without_collection
 
 FORBIDDEN = ["torch.distributed.rpc", "torch.distributed.tensor", "cloudpickle", "torch_xla", "hydra", "omegaconf"]
 FORBIDDEN += ["sklearn", "matplotlib", "tensorboard", "tqdm"]

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from torchstrat import server
-from torchstrat.core._importing import without_collection
+from torchstrat.core import without_collection
 from torchstrat.launch.fork_server import receive, send
 
 _IMPORTED_LATER = ("torch._dynamo", "torch.distributed.checkpoint")

@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.core import __version__
 from torchstrat.core.errors import (
     AuthenticationError,
     ClusterConfigError,
@@ -52,7 +53,6 @@ from torchstrat.core.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.core.version import __version__
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.membership.cluster_checks import join_address, split_address
 from torchstrat.parameter_server.membership.control_channel import (

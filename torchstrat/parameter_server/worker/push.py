@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat.core._importing import without_collection
+from torchstrat.core import without_collection
 from torchstrat.core._torch_private import (
     DisableTorchFunction,
     before_step,
