@@ -26,27 +26,23 @@ from torchstrat.checkpoint.items import Versions
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.tensor_bytes import memory_of
 
-_DTYPES: dict[str, torch.dtype] = {
-    code: dtype
-    for code, name in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "U16": "uint16",
-        "I16": "int16",
-        "U32": "uint32",
-        "I32": "int32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F32": "float32",
-        "F64": "float64",
-        "C64": "complex64",
-    }.items()
-    if (dtype := getattr(torch, name, None)) is not None
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MOST_HEADER_BYTES = 100_000_000  # what the format allows

@@ -86,7 +86,7 @@ _KINDS: Mapping[type[Optimizer], Kind] = {
     Ftrl: Kind(Tier.ELEMENTS),
     torch.optim.SparseAdam: Kind(Tier.ROWS, Gradients.SPARSE),
     torch.optim.Adafactor: Kind(Tier.PARAMETERS),
-    **({torch.optim.Muon: Kind(Tier.PARAMETERS)} if hasattr(torch.optim, "Muon") else {}),
+    torch.optim.Muon: Kind(Tier.PARAMETERS),
     torch.optim.LBFGS: Kind(Tier.ALL),
 }
 

@@ -46,13 +46,9 @@ _SLICE = timedelta(seconds=MOMENT_SECONDS / 2)  # of a wait, between which a ran
 _BRIEF_SECONDS = 0.3  # for a note of a process that has ended: it was written before, or not at all
 
 SUMMED_AS: dict[torch.dtype, torch.dtype] = {
-    dtype: wider
-    for wider, names in {
-        torch.int64: ("int16", "uint16", "uint32", "uint64"),
-        torch.float32: ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-    }.items()
-    for dtype in (getattr(torch, name, None) for name in names)
-    if dtype is not None
+    **dict.fromkeys((torch.int16, torch.uint16, torch.uint32, torch.uint64), torch.int64),
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.float32),
+    **dict.fromkeys((torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.float32),
 }
 """Dtypes that gloo and NCCL cannot add up, and in which their sum is computed instead."""
 

@@ -165,7 +165,6 @@ _OPERATORS = [getattr(torch.Tensor, f"__i{name}__") for name in ("add", "sub", "
 _OF_LISTS = {
     getattr(torch, f"_foreach_{name}_"): getattr(torch.Tensor, f"{name}_")
     for name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "neg", "abs", "sqrt", "pow", "copy", "zero")
-    if hasattr(torch, f"_foreach_{name}_")
 }
 
 
