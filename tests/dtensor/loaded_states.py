@@ -4,6 +4,8 @@ one device these are the tensors that steps change."""
 from __future__ import annotations
 
 import copy
+import io
+import warnings
 from functools import partial
 from typing import Any
 
@@ -65,6 +67,32 @@ def parameters_that_are_loaded_again(one: Program) -> None:
     state["0.weight"].mul_(2.0)
     one.model.load_state_dict(state)
     one.train()
+
+
+def read_late(logical: int) -> tuple[list[str], bool]:
+    """What a copy that is read after steps is warned with, which is read twice; and whether it is of torch's own class
+    in files and deep copies."""
+    one = Program(logical)
+    said: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.train()
+        taken = one.model.state_dict(), one.optimizer.state_dict()
+        copied, file = copy.deepcopy(taken[0]), io.BytesIO()
+        torch.save(taken, file)
+        one.train()
+        one.optimizer.load_state_dict(taken[1])
+        one.model.load_state_dict(taken[0])
+        one.strategy.reduce("mean", taken[0]["0.weight"].shape[0], axis=None)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert taken[0]["0.weight"].sum().isfinite()
+        said += [str(warning.message) for warning in caught]
+    file.seek(0)
+    plain = torch.load(file, weights_only=True)[0]["0.weight"], copied["0.weight"]
+    one.strategy.close()
+    return said, all(type(value) is torch.Tensor for value in plain) and torch.equal(*plain)
 
 
 def run_all(logical: int, names: list[str]) -> Any:

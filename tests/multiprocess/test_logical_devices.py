@@ -88,6 +88,14 @@ def test_programs_give_the_numbers_of_one_process(two_processes: Workers) -> Non
             same([*found[name][1].values()], [*state.values()], name)
 
 
+def test_who_reads_what_state_dict_gave_before_steps_is_told_once(two_processes: Workers) -> None:
+    assert loaded_states.read_late(1) == ([], True)
+    for said, is_plain in two_processes.run(loaded_states.read_late, 2):
+        assert is_plain
+        assert len(said) == 1
+        assert re.search(r"shape \(8, 6\) that state_dict\(\) has returned.*read after steps.*copy.deepcopy", said[0])
+
+
 def test_what_no_backward_pass_has_combined_is_clipped_as_on_one_device(four_processes: Workers) -> None:
     norms, state = jobs.clipped(1)
     for found_norms, found in four_processes.run(jobs.clipped, 2):

@@ -133,9 +133,12 @@ class _OfOptimizer(_Hooks):
                 found[number] = {name: self._variables.whole_state(value) for name, value in entries.items()}
         return {**state, "state": found}
 
-    def keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer would move the states to where it sees its parameters: nowhere."""
         self._kept = state["state"]
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        cut = {number for number, one in enumerate(parameters) if self._variables.find(one) is not None}
+        return {**state, "state": {number: {} if number in cut else one for number, one in self._kept.items()}}
 
     def take_apart(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

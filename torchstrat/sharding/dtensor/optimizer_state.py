@@ -11,16 +11,18 @@ program loads one of them again it gets what one device would have there by then
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from torchstrat.core import nest
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, base_of, tensors_in_storage, version_of
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_classes import has_memory, memory_of
+from torchstrat.core.tensor_classes import asking_class, getter, has_memory, memory_of
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, local_of, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.operators.data_attribute import require_own_memory, take_own_memory
@@ -145,6 +147,54 @@ def _entries(optimizer: torch.optim.Optimizer, variables: _Variables) -> Iterato
             yield variable, entries
 
 
+class _Asking:
+    """Mixed into the class of a copy: who reads it once steps have changed what it is a copy of is told."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        is_write = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+        if func == _DATA or not (is_write or name == "__get__" or name in _FACTS):
+            for one in nest.flatten([args, kwargs or {}]):
+                _look_at(one)
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    def _plain(self) -> torch.Tensor:
+        _look_at(self)
+        with DisableTorchFunctionSubclass():
+            return cast(torch.Tensor, self).detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._plain().clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+def _look_at(value: object) -> None:
+    if isinstance(value, _Asking):
+        copies: WholeCopies = vars(value)[_COPIES]
+        copies.warn_of_reader(value)
+
+
+_COPIES = "_torchstrat_copies"
+_DATA = getter("data")
+_FACTS = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point"),
+        *("is_complex", "is_contiguous", "storage_offset", "__len__", "__hash__", "get_device", "type", "__repr__"),
+        *(f"{made}_like" for made in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
+        *(f"new_{made}" for made in ("empty", "empty_strided", "full", "ones", "zeros")),
+    }
+)
+"""What reads no values, by name, and what debuggers call. Of what is written `WholeCopies.current` knows."""
+
+
 class _Copy(NamedTuple):
     whole: weakref.ref[torch.Tensor]
     version: int
@@ -157,6 +207,7 @@ class WholeCopies:
 
     def __init__(self) -> None:
         self._known: dict[int, _Copy] = {}
+        self._has_warned = False
 
     def note(self, whole: torch.Tensor, source: Callable[[], CutTensor]) -> None:
         """``whole`` has the values of what ``source()`` gives, and would be it on one device."""
@@ -168,6 +219,30 @@ class WholeCopies:
 
         version = version_of(local_of(source()))
         self._known[key] = _Copy(weakref.ref(whole, forget), version_of(whole), source, version)
+        if type(whole) is torch.Tensor:
+            vars(whole)[_COPIES] = self
+            whole.__class__ = asking_class(_Asking, torch.Tensor)
+
+    def has(self, value: torch.Tensor) -> bool:
+        """Whether it is one of these."""
+        return id(value) in self._known and self._known[id(value)].whole() is value
+
+    def warn_of_reader(self, value: object) -> None:
+        """Once: ``value`` is read, and steps have changed what it is a copy of."""
+        known = self._known.get(id(value))
+        if self._has_warned or known is None or known.whole() is not value:
+            return
+        source = known.source()
+        if version_of(local_of(source)) == known.source_version:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"a tensor of shape {tuple(shape_of(source))} that state_dict() has returned, or load_state_dict was given,"
+            " for a parameter that is cut over logical devices is read after steps have changed that. It is a copy of "
+            "what there was then; on one device it shows what there is now. Call state_dict() again, or take a "
+            "copy.deepcopy where the values of then are meant.",
+            stacklevel=4,
+        )
 
     def current(self, value: torch.Tensor) -> torch.Tensor:
         """What ``value`` would be by now: itself, where it is no copy. What the program has written to it is so there,

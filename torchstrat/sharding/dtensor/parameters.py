@@ -511,7 +511,7 @@ class CutVariables:
         if is_kept and isinstance(current, optimizer_state.StateEntry) and current.cut == entry.cut:
             return current
         made = optimizer_state.cut_entry(current, entry.cut, self._devices, dtype)
-        if is_kept and type(value) is torch.Tensor:
+        if is_kept and (type(value) is torch.Tensor or self._copies.has(value)):
             self._copies.note(value, lambda: made)
         return made
 
