@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import importlib
 import io
 import socket
 import sys
@@ -14,7 +15,9 @@ import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError,
 from torchstrat.parameter_server.serialization import functions, pickler
 from torchstrat.parameter_server.serialization.functions import pack, pack_result, unpack, unpack_result
 from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.variables import program_files
 
 
 @pytest.fixture
@@ -813,3 +817,20 @@ def test_an_optimizer_whose_groups_are_a_property_is_made_again() -> None:
     made = make(*arguments)
     set_state(made, state)
     assert made.param_groups is optimizer.inner.param_groups
+
+
+def test_what_a_file_works_out_where_it_is_imported_is_no_setting(tmp_path: Path) -> None:
+    (tmp_path / "of_a_program.py").write_text(
+        "import sys\nRATE = 1.0\nDEVICE = 'cpu'\nif sys.path:\n    DEVICE = 'cuda'\nRANK = 0\ntry:\n    RANK = int(1)\n"
+        "except ValueError:\n    pass\n"
+    )
+    with mock.patch.object(sys, "path", [*sys.path, str(tmp_path)]):
+        file = importlib.import_module("of_a_program")
+    try:
+        files = program_files.ProgramFiles(["of_a_program"])
+        assert [*files.changed()] == []
+        file.DEVICE, file.RATE = "cuda:1", 0.5
+        ((_, found),) = files.changed()
+        assert {name: one.value for name, one in found.items()} == {"DEVICE": "cuda:1", "RATE": 0.5}
+    finally:
+        del sys.modules["of_a_program"]

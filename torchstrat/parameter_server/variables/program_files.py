@@ -167,7 +167,7 @@ def _written_in(module: types.ModuleType) -> dict[str, dict[str, object]]:
 
 def _assigned_in(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:
     found: dict[str, object] = {}
-    several: set[str] = set()
+    several = set(_assigned_in_blocks(body))
     for statement in body:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         for target in targets:
@@ -179,6 +179,18 @@ def _assigned_in(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:
                     continue
                 several.add(target.id)
     yield from ((name, value) for name, value in found.items() if name not in several)
+
+
+def _assigned_in_blocks(body: list[ast.stmt]) -> Iterator[str]:
+    """Names whose value may depend on where the file is imported: ``if torch.cuda.is_available(): DEVICE = "cuda"``."""
+    for statement in body:
+        if not isinstance(statement, _NO_BLOCKS):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield node.id
+
+
+_NO_BLOCKS = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 # -- on workers --------------------------------------------------------------------------------------------------------
