@@ -18,6 +18,7 @@ import torchstrat as ts
 from tests.child_processes import children_of
 from tests.faults.counting import AT_ONCE, PATIENCE_SECONDS, QUIET, wait_until
 from tests.faults.forked import Forked
+from tests.support.programs import gone
 from torchstrat.launch import LocalCluster
 
 pytestmark = [
@@ -85,15 +86,8 @@ def child_with(command: str, parent: int, before: Set[int] = frozenset()) -> int
     return pid
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def wait_for_end_of(*pids: int) -> None:
-    wait_until(lambda: all(map(is_gone, pids)), f"the end of {pids}")
+    wait_until(lambda: all(map(gone, pids)), f"the end of {pids}")
 
 
 def test_each_fork_is_a_process_of_its_own_and_another_takes_its_place(
@@ -137,9 +131,9 @@ def test_each_fork_is_a_process_of_its_own_and_another_takes_its_place(
         cluster.kill("worker", 0)
         last = on_each_worker(coordinator, 2)[0]["pid"]
         assert last not in (after[0]["pid"], failed[0])
-        assert is_gone(failed[0])
+        assert gone(failed[0])
         assert parent_of(last) == second
-    assert all(map(is_gone, (first, second, last, *pids)))
+    assert all(map(gone, (first, second, last, *pids)))
     assert cluster.process("worker", 0).poll() == 0
     said = capfd.readouterr().err
     assert re.search(rf"worker 0 \(pid {killed}\) exited with status 255 after .* restarted", said)
@@ -228,5 +222,5 @@ def test_who_stops_at_once_does_not_wait_for_the_imports(capfd: pytest.CaptureFi
     before = children_of(os.getpid())  # the fork server that other tests share, perhaps
     with LocalCluster(1, 1, env=QUIET):
         pid = child_with("_fork_server", os.getpid(), before)
-    assert is_gone(pid)
+    assert gone(pid)
     assert "listens on" not in capfd.readouterr().err, "it has not come to a fork"
