@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import socket
@@ -143,18 +144,13 @@ def _is_empty_folder(path: Path) -> bool:
 class _Lock:
     """``flock`` on a folder: nobody else sweeps it away. The system lets go of it when this process is gone.
 
-    Where there are no such locks (no POSIX system, some network file systems), none is held and nothing is swept.
+    Where there are no such locks (some network file systems), none is held and nothing is swept.
     """
 
     def __init__(self, folder: Path) -> None:
         self.is_held = False
         self.is_anothers = False
-        self._descriptor: int | None = None
-        try:
-            import fcntl
-        except ImportError:
-            return
-        self._descriptor = os.open(folder, os.O_RDONLY)
+        self._descriptor: int | None = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_held = True
@@ -260,11 +256,6 @@ class WriterLock:
 
 def _lock(descriptor: int, directory: Path) -> None:
     try:
-        import fcntl
-    except ImportError:  # no POSIX system
-        _warn(directory, "this system has no flock")
-        return
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
@@ -296,5 +287,4 @@ def _leave_to_the_parent() -> None:
         lock.release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_leave_to_the_parent)

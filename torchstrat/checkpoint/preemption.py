@@ -287,7 +287,7 @@ def _leave_to_children(leave: Callable[[], None]) -> None:
     """
     global _hooked
     _left.add(weakref.WeakMethod(leave, _left.discard))
-    if not _hooked and hasattr(os, "register_at_fork"):
+    if not _hooked:
         os.register_at_fork(after_in_child=_in_forked_child)
         _hooked = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -53,20 +54,16 @@ SUMMED_AS: dict[torch.dtype, torch.dtype] = {
 """Dtypes that gloo and NCCL cannot add up, and in which their sum is computed instead."""
 
 
-_leaves_garbage = False
 _collected_before: list[bool] = []  # whether it was on, for each fork that is going on
 
 
+@functools.cache
 def _leave_garbage_to_the_parent() -> None:
     """Let forked children, such as a DataLoader's workers, collect nothing that was there when they were forked.
 
     One that collected a strategy which the parent had closed and dropped would crash: a group ends its threads, and
     shared memory its mapping, and children have neither.
     """
-    global _leaves_garbage
-    if _leaves_garbage or not hasattr(os, "register_at_fork"):
-        return
-    _leaves_garbage = True
     os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_freeze_in_child)
 
 
