@@ -19,7 +19,7 @@ from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, docum
 from torchstrat.core import optimizers as tiers
 from torchstrat.errors import NotSendableError, UnsupportedError
 from torchstrat.parameter_server import job
-from torchstrat.parameter_server.serialization import object_table, pickler
+from torchstrat.parameter_server.serialization import functions, pickler
 from torchstrat.parameter_server.server import live_optimizer, optimizer_step
 from torchstrat.parameter_server.variables import optimizer_state
 from torchstrat.parameter_server.variables.placement import Bonds
@@ -205,7 +205,7 @@ def _forgetting(self: live_optimizer.LiveOptimizer, options: Any) -> None:
 def _copying_hooks() -> Iterator[None]:
     with (
         mock.patch.object(pickler, "is_library", lambda name: name != "torch.optim.optimizer"),
-        mock.patch.object(object_table, "take_over_steps"),
+        mock.patch.object(functions, "take_over_steps"),
     ):
         yield
 

@@ -12,8 +12,7 @@ from torch import nn
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes
-from torchstrat.parameter_server.serialization.functions import pack, pack_result, unpack, unpack_result
-from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.functions import World, pack, pack_result, unpack, unpack_result
 
 
 class Job:

@@ -32,8 +32,7 @@ from tests.support.ps_library import is_by_value, library_modules, without_libra
 from tests.support.ps_worlds import Job, make_tensor
 from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, NotSendableError
 from torchstrat.parameter_server.serialization import functions, pickler
-from torchstrat.parameter_server.serialization.functions import pack, pack_result, unpack, unpack_result
-from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.functions import World, pack, pack_result, unpack, unpack_result
 from torchstrat.parameter_server.variables import program_files
 
 

@@ -41,8 +41,7 @@ from torchstrat.parameter_server.dispatch import (
     Options,
 )
 from torchstrat.parameter_server.messages import SetAttributes, Token
-from torchstrat.parameter_server.serialization.functions import unpack
-from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.functions import World, unpack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.attributes import ATTRIBUTES, fixed_attributes, put_own

@@ -42,8 +42,7 @@ from torchstrat.parameter_server.dispatch import (
 from torchstrat.parameter_server.interface import Endpoint, Handler, Peer
 from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.remote_value import numbers_of
-from torchstrat.parameter_server.serialization.functions import pack_exception, pack_result, unpack
-from torchstrat.parameter_server.serialization.object_table import World
+from torchstrat.parameter_server.serialization.functions import World, pack_exception, pack_result, unpack
 from torchstrat.parameter_server.serialization.pack_cache import KEPT_CODES, Packed, Recent
 from torchstrat.parameter_server.variables.attributes import put_back
 from torchstrat.parameter_server.variables.remote_access import ServerGroup, VariableAccess
