@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import torchstrat as ts
 from tests.faults.counting import (
@@ -210,6 +211,47 @@ def test_a_coordinator_that_is_started_again_goes_on(plan: FaultPlan, tmp_path: 
             wanted[12:20] = [0.0] * 8
             assert second.run(values_of, 50) == [wanted] * 3
             assert pids == [cluster.process(job, index).pid for job in ("worker", "ps") for index in range(2)]
+            second.run(close)
+
+
+def save(training: Training, path: Path) -> None:
+    ts.Checkpoint(model=training.model, optimizer=training.optimizer).save(path)
+
+
+def restore(training: Training, path: Path) -> None:
+    ts.Checkpoint(model=training.model, optimizer=training.optimizer).restore(path)
+
+
+def steps_of_a_new_model(training: Training, width: int) -> float:
+    """One, from zero."""
+    with training.strategy.scope():
+        training.later = model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(width))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        (-model[0].sum()).backward()
+        optimizer.step()
+        return float(model[0].detach()[0])
+
+    return float(training.coordinator.schedule(step).get(PATIENCE_SECONDS))
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_what_a_coordinator_has_left_is_not_what_is_made_after_a_restore(
+    width: int, plan: FaultPlan, tmp_path: Path
+) -> None:
+    """It has the same number: with 3 elements it would go on as that, with 4 it would be refused."""
+    with cluster_with(plan) as cluster:
+        with coordinator_of(cluster) as first:
+            first.run(run_to, 2)
+            first.run(save, tmp_path / "saved")
+            assert first.run(steps_of_a_new_model, 3) == 1.0
+            first.kill()
+        with coordinator_of(cluster, first=2) as second:
+            second.run(restore, tmp_path / "saved")
+            assert second.run(steps_of_a_new_model, width) == 1.0
+            assert second.run(values_of, 3) == [[1.0, 1.0, 0.0]] * 3
             second.run(close)
 
 

@@ -296,7 +296,8 @@ def _restore(
         if servers is not None:
             slots = [slot for one in reads for slot in one.slots]
             states = [state for one in reads for state in one.states]
-            restoring = servers.restore(stored, slots, states, takes_back=takes_back)
+            whole = selection.only is None
+            restoring = servers.restore(stored, slots, states, whole=whole, takes_back=takes_back)
 
     processes.attempt(look, f"restoring {target}")
     if restoring is not None:

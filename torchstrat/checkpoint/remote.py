@@ -121,12 +121,13 @@ class Servers(Protocol):
         slots: Sequence[RemoteSlot],
         states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
         *,
+        whole: bool,
         takes_back: bool,
     ) -> Restoring:
         """Wait until nothing runs and all servers are there, and let them read. No value has changed yet.
 
-        ``takes_back``: what a lost server held may come from this checkpoint. Else raises `ParameterServerUnavailable`
-        where one is lost."""
+        ``whole``: not a part that was named. ``takes_back``: what a lost server held may come from this checkpoint;
+        else raises `ParameterServerUnavailable` where one is lost."""
 
     def restoring(self, objects: Mapping[str, object], restore: Callable[[bool], _Result], *, whole: bool) -> _Result:
         """``restore(takes_back)`` of these objects, or of a part of them. Where something else takes lost servers back,

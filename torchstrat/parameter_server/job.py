@@ -44,6 +44,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, token_of_spec
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.take_over import release_others, retire_earlier_functions
 from torchstrat.parameter_server.variables.attributes import PlainAttributes
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState, CoordinatorSteps
@@ -67,10 +68,6 @@ from torchstrat.parameter_server.variables.placement import (
 )
 from torchstrat.parameter_server.variables.program_state import CapturedVariables, Reading, all_options, options_of
 from torchstrat.parameter_server.variables.remote_access import CoordinatorSender, ServerGroup, VariableAccess
-
-_MOST_UNSEEN_FUNCTIONS = 2**20
-"""How far the number of a function that a coordinator has dispatched may be above those that the servers have heard of:
-functions that push nothing, and the length of its queue, with room to spare."""
 
 _SIGN_OF_LIFE_SECONDS = 5.0  # within which a server that a worker cannot reach has to answer the coordinator
 _MOST_CUT_OFF = 3
@@ -151,16 +148,13 @@ class Job:
             self.membership.wait_for(self._server_tasks(), self.timeout_seconds)
         self._use_joined_servers()
         if self._takes_over:
-            self._retire_earlier_functions()
+            self.first_function = retire_earlier_functions(self.servers, self.first_function)
 
-    def _retire_earlier_functions(self) -> None:
-        """Number this coordinator's functions above all of an earlier one, and refuse what those still push.
-
-        One of them may be running on a worker, under a number that no server has seen yet. Were it given out again, the
-        servers would take one function's pushes for repetitions of the other's.
-        """
-        self.first_function += _MOST_UNSEEN_FUNCTIONS
-        self.servers.ask_all("ps.forget_below", self.first_function)
+    def take_over_no_more(self) -> None:
+        """What is made from now on is new; what an earlier coordinator has left besides goes."""
+        if self._takes_over:
+            release_others(self.servers, {spec.number for spec in self._specs()}, self._optimizers)
+            self._takes_over = False
 
     def _server_tasks(self) -> list[Task]:
         return [Task(PARAMETER_SERVER, index) for index in range(self.num_servers)]
@@ -205,7 +199,8 @@ class Job:
             return
         with self._lock:
             self.first_function = max(self.first_function, int(status.get("next_function", 0)))
-            self._takes_over |= self.first_function > 0 or int(status.get("variables", 0)) > 0
+            if not self._in_use:  # later, what servers hold is this coordinator's
+                self._takes_over |= self.first_function > 0 or int(status.get("variables", 0)) > 0
             self._joined[peer.task.index] = peer
             replaced = self._in_use.get(peer.task.index)
         if replaced is not None and replaced.incarnation != peer.incarnation:

@@ -137,6 +137,7 @@ class ServerCheckpoint:
         slots: Sequence[RemoteSlot],
         states: Sequence[tuple[RemoteState, tuple[KeyPath, ...]]],
         *,
+        whole: bool,
         takes_back: bool,
     ) -> ServersRestoring:
         self._dispatcher.wait(self._job.timeout_seconds)
@@ -157,7 +158,7 @@ class ServerCheckpoint:
         except BaseException:
             _end(self._job, token)
             raise
-        return ServersRestoring(self._job, self._dispatcher, token, [slot.spec for slot in slots])
+        return ServersRestoring(self._job, self._dispatcher, token, [slot.spec for slot in slots], whole=whole)
 
     def _read_orders(
         self,
@@ -260,14 +261,19 @@ def _by_server(
 class ServersRestoring:
     """See `Restoring`."""
 
-    def __init__(self, job: Job, dispatcher: Dispatcher, token: str, specs: Sequence[RemoteVariable]) -> None:
+    def __init__(
+        self, job: Job, dispatcher: Dispatcher, token: str, specs: Sequence[RemoteVariable], *, whole: bool
+    ) -> None:
         self._job = job
         self._dispatcher = dispatcher
         self._token = token
         self._specs = specs
+        self._whole = whole
 
     def adopt(self) -> None:
         self._job.servers.ask_all("ps.adopt_checkpoint", AdoptOrder(self._token, self._dispatcher.next_function))
+        if self._whole:
+            self._job.take_over_no_more()
         self._job.pull_variables(self._specs)
         for optimizer in self._job.optimizers():
             CoordinatorState.expire(optimizer)
