@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchstrat as ts
-from tests.conformance.clusters import counter_of
 from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import (
     ClosureInputError,
@@ -50,6 +49,16 @@ def of_one() -> Iterator[ts.ClusterCoordinator]:
     """Of one worker."""
     with FakeCluster(workers=1, ps=1) as cluster:
         yield ts.ClusterCoordinator(cluster.strategy())
+
+
+def counter_of(coordinator: ts.ClusterCoordinator) -> tuple[ts.Variable, Callable[[], None]]:
+    with coordinator.strategy.scope():
+        counter = ts.Variable(0.0, name="counter")
+
+    def increment() -> None:
+        counter.assign_add(1.0)
+
+    return counter, increment
 
 
 def bad() -> None:
