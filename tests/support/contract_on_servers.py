@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.errors import ContextError, InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.testing.contract import CASES
 from torchstrat.testing.training import Batch, Case, Snapshot, named_losses, read, step_for
 
@@ -38,6 +38,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lookahead_with_plain_hooks": UnsupportedError,
     "lookahead_without_hooks_idle": UnsupportedError,
     "several_in_one": UnsupportedError,
+    "settings_of_the_thread": NotSendableError,
     "pruned_further": UnsupportedError,  # by what a forward pass has made on the worker
 }
 """Cases that parameter servers refuse, and the error that says so."""

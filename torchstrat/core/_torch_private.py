@@ -81,7 +81,17 @@ sparse_count: Callable[[torch.Tensor], int] = operator.methodcaller("_nnz")
 own_parameters: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter("_parameters")
 own_buffers: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
 own_children: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = operator.attrgetter("_modules")
-"""The dictionaries in which a module keeps what it has itself: asking them makes nothing, unlike its methods."""
+"""The dictionaries in which a module keeps what it has itself: asking them makes nothing, unlike its methods. Those of
+modules of TorchScript are none: they have neither `get` nor an iterator, but keys, values and items."""
+
+
+def own_buffer(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """The buffer of that name; None where there is none."""
+    buffers = own_buffers(module)
+    if isinstance(buffers, dict):
+        return buffers.get(name)
+    return dict(buffers.items()).get(name)
+
 
 unsaved_buffers: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
 hooks_before_forward: Callable[[torch.nn.Module], dict[int, object]] = operator.attrgetter("_forward_pre_hooks")

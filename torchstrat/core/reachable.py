@@ -35,7 +35,7 @@ from torchstrat.core._torch_private import (
     hooks_on_gradient,
     is_of_transform,
     new_hook_key,
-    own_buffers,
+    own_buffer,
     own_children,
     own_parameters,
     registration_hooks,
@@ -97,6 +97,7 @@ class Reached:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     helpers: list[Any] = dataclasses.field(default_factory=list)
     generators: list[Any] = dataclasses.field(default_factory=list)
+    locals: list[threading.local] = dataclasses.field(default_factory=list)
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors that are no parameters, nor leaves with a gradient."""
     objects: list[object] = dataclasses.field(default_factory=list)
@@ -271,6 +272,9 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
                 yield member
     elif isinstance(value, GENERATOR_TYPES):
         reached.generators.append(value)
+    elif isinstance(value, threading.local):
+        reached.locals.append(value)
+        yield from vars(value).values()
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from itertools.islice(value, _MAX_MEMBERS)
     elif isinstance(value, Mapping) and nest.is_nested(value):  # which OmegaConf's are not: they hold no tensors
@@ -434,7 +438,7 @@ def is_made(module: nn.Module, name: str, member: object) -> bool:
     """Whether a member that is about to be registered is a new one: no buffer that only gets another value (``self.seen
     += 1``), nor what the module has under that name already."""
     is_there = any(members(module).get(name) is member for members in (own_parameters, own_children))
-    return not is_there and own_buffers(module).get(name) is None
+    return not is_there and own_buffer(module, name) is None
 
 
 class MembersWatch:

@@ -9,6 +9,7 @@ Everything is held weakly: a model that the user drops is forgotten.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
@@ -19,7 +20,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchstrat.core._torch_private import is_compiler_at_work, is_view, own_buffers, own_children, own_parameters
+from torchstrat.core._torch_private import (
+    is_compiler_at_work,
+    is_view,
+    own_buffer,
+    own_buffers,
+    own_children,
+    own_parameters,
+)
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.optimizers import Tier, give_hook_tables, kind_of_class, take_over_steps
@@ -47,7 +55,7 @@ class BufferSlot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        return own_buffers(self.module).get(self.name)
+        return own_buffer(self.module, self.name)
 
     @property
     def has_values(self) -> bool:
@@ -149,6 +157,7 @@ class VariableRegistry:
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
         self._vectors, self._views, self._plain = WeakOrdered(), WeakOrdered(), WeakOrdered()
+        self._thread_locals = WeakOrdered()
         self.objects: list[weakref.ref[object]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self.variables = WeakOrdered()
@@ -285,6 +294,8 @@ class VariableRegistry:
         self.objects = [weakref.ref(one) for one in found.objects[:_MOST_OBJECTS]]
         for tensor in found.plain[:_MOST_PLAIN]:
             self._plain.add(tensor)
+        for local in found.locals:
+            self._thread_locals.add(local)
         if is_new:
             self._note_vectors(found.plain)
             self.new_code = own_code([fn, *self._modules])
@@ -335,6 +346,7 @@ class VariableRegistry:
             if not tensor.requires_grad and id(tensor) not in members:
                 self._tensors.add(tensor)
         found.plain += behind.plain
+        found.locals += behind.locals
         found.objects += behind.objects
 
     def _note_vectors(self, plain: Iterable[torch.Tensor]) -> None:
@@ -434,12 +446,12 @@ class VariableRegistry:
         for module in modules:
             if parameters := own_parameters(module):
                 places.append(id(module))
-                places += parameters
+                places += parameters.keys()
                 for parameter in parameters.values():
                     if parameter is not None:
                         found[id(parameter)] = parameter
             if buffers := own_buffers(module):
-                slots += [BufferSlot(module, name) for name in buffers]
+                slots += [BufferSlot(module, name) for name, _ in buffers.items()]
         for tensor in self._tensors.alive() if self._tensors.count else ():
             found[id(tensor)] = tensor
         for helper in helpers:
@@ -453,6 +465,10 @@ class VariableRegistry:
         """What steps reach that is no parameter, nor a leaf with a gradient: the nearest, for steps that reach more
         reach data."""
         return self._plain.alive()
+
+    def thread_locals(self) -> list[threading.local]:
+        """What steps have reached that has other attributes on each thread."""
+        return self._thread_locals.alive() if self._thread_locals.count else []
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""
@@ -481,7 +497,7 @@ class VariableRegistry:
         return {
             f"{name} of module {number}": BufferSlot(module, name)
             for number, module in self._modules.numbered()
-            for name in own_buffers(module)
+            for name, _ in own_buffers(module).items()
         }
 
     def number_of(self, module: nn.Module) -> int:

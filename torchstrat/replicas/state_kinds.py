@@ -144,6 +144,12 @@ KINDS = (
         "code outside of runs sees the first one's, and what it sets is everyone's",
     ),
     StateKind(
+        "settings of the thread",
+        "gradient mode, autocast, context variables, what the step reaches of `threading.local`: each replica begins "
+        "with the calling thread's, and the first one's is what lasts; under torchrun each process's own, and without "
+        "what is set in runs that it has no rows in",
+    ),
+    StateKind(
         "plain tensor outside of modules",
         "in a closure, a list, an object of the program's own: shared by the replicas of one process, each of which "
         "changes it, with a warning; under torchrun each process's own, and without what is done "

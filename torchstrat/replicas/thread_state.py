@@ -1,13 +1,15 @@
-"""Settings that torch keeps per thread, handed on to replicas' threads and put aside for the engine's own work; and
-what blocks of a step set for the whole process, swapped with the replicas' turns."""
+"""Settings that torch and Python keep per thread, handed on to replicas' threads and back, and put aside for the
+engine's own work; and what blocks of a step set for the whole process, swapped with the replicas' turns."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +64,14 @@ class PlainSettings(NamedTuple):
                 stack.enter_context(torch.no_grad())
             yield
 
+    def leave(self) -> None:
+        """Set what functions set for what comes after them: no inference mode, which is there for blocks alone."""
+        torch.set_grad_enabled(self.grad)
+        for device in {device for device, _ in (*_autocast_dtypes(), *self.autocast)}:
+            torch.set_autocast_enabled(device, device in dict(self.autocast))
+        for device, dtype in self.autocast:
+            torch.set_autocast_dtype(device, dtype)
+
 
 AS_A_THREAD_BEGINS = PlainSettings()
 
@@ -77,12 +87,22 @@ def what_sees_operators() -> str:
     return "" if saved_tensor_hooks() is None else "torch.autograd.graph.saved_tensors_hooks(…)"
 
 
+class _Left(NamedTuple):
+    """What a program's function has left behind it on its thread."""
+
+    settings: PlainSettings
+    context: contextvars.Context
+    locals: list[dict[str, object]]
+
+
 class ThreadState:
     """Taken on construction, on the calling thread: gradient and inference mode, autocast, function and dispatch modes
-    (the default device is one), hooks on saved tensors, the number of threads for operators, CUDA streams, and context
-    variables."""
+    (the default device is one), hooks on saved tensors, the number of threads for operators, CUDA streams, context
+    variables, and ``apart``: the program's objects that have other attributes on each thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Sequence[threading.local] = ()) -> None:
+        self._locals = [(one, dict(vars(one))) for one in apart]
+        self._left: _Left | None = None
         self._settings = PlainSettings.here()
         self._function_modes = function_mode_stack() if count_function_modes() else []
         self._dispatch_modes = dispatch_mode_stack() if count_dispatch_modes() else []
@@ -95,9 +115,33 @@ class ThreadState:
             self._function_modes or self._dispatch_modes or self._saved_tensor_hooks is not None
         )
 
-    def call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
-        """Run ``fn`` on this thread as if it were the other one, with ``device`` as the current CUDA device."""
-        return self._context.copy().run(self._call, device, fn)
+    def call(self, device: torch.device, fn: Callable[[], Any], *, lasts: bool = False) -> Any:
+        """Run ``fn`` on this thread as if it were the other one, with ``device`` as the current CUDA device.
+
+        ``lasts``: `hand_back` is to give the other one what ``fn`` leaves.
+        """
+        context = self._context.copy()
+        for one, values in self._locals:
+            _give(one, values)
+        return context.run(self._call, device, partial(self._note_left, fn, context) if lasts else fn)
+
+    def _note_left(self, fn: Callable[[], object], context: contextvars.Context) -> object:
+        result = fn()
+        self._left = _Left(PlainSettings.here(), context, [dict(vars(one)) for one, _ in self._locals])
+        return result
+
+    def hand_back(self) -> None:
+        """On the thread of the construction: what a step sets there counts behind it, as on one device."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        if left.settings != self._settings:
+            left.settings.leave()
+        for variable, value in left.context.items():
+            if self._context.get(variable, _Left) is not value:
+                variable.set(value)
+        for (one, _), values in zip(self._locals, left.locals, strict=True):
+            _give(one, values)
 
     def _call(self, device: torch.device, fn: Callable[[], object]) -> object:
         if torch.get_num_threads() != self._threads:
@@ -116,6 +160,12 @@ class ThreadState:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
             stack.enter_context(_modes(self._function_modes, self._dispatch_modes))
             return fn()
+
+
+def _give(one: threading.local, values: dict[str, object]) -> None:
+    own = vars(one)
+    own.clear()
+    own.update(values)
 
 
 def _autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:

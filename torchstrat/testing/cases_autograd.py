@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -375,6 +377,38 @@ def blocks_over_the_whole_step() -> Training:
     return Training(step, {"model": model, "filters": lambda: torch.tensor(len(warnings.filters) - filters)})
 
 
+_RATE = contextvars.ContextVar("_RATE", default=1.0)
+
+
+class _OfThread(threading.local):
+    """Settings as libraries keep them, with their defaults on a thread that has set none."""
+
+    scale = 1.0
+
+
+def settings_of_the_thread() -> Training:
+    """A context variable and an object with other attributes on each thread, which the program sets before each run
+    and the step sets again."""
+    model, settings = Mlp(), _OfThread()
+    optimizer = sgd(model)
+
+    def before(index: int) -> None:
+        _RATE.set(_RATE.get() * 0.9 if index else 0.8)
+        settings.scale = settings.scale * 0.9 if index else 0.7
+
+    def step(batch: Batch) -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = squared_error(model(batch[0]) * _RATE.get(), batch[1])
+        (losses.mean() * settings.scale).backward()
+        optimizer.step()
+        _RATE.set(_RATE.get() * 1.05)
+        settings.scale *= 1.05
+        return losses.detach()
+
+    numbers = {"rate": lambda: torch.tensor(_RATE.get()), "scale": lambda: torch.tensor(settings.scale)}
+    return Training(step, {"model": model, **numbers}, before=before)
+
+
 def cached_by_version() -> Training:
     """The script makes something of a weight anew where its ``_version`` is another. Some replicas have no rows in the
     last runs."""
@@ -394,6 +428,7 @@ CASES = (
     *named(forward_hooks, backward_hooks, tensor_hooks, gradient_penalty, func_grad, frozen_then_unfrozen),
     *named(two_models_one_backward, double_backward_across_all_reduce, hooks_for_a_pass),
     *named(graph_kept_over_a_step, blocks_over_the_whole_step),
+    *named(settings_of_the_thread, batches=uneven),
     *named(cached_by_version, batches=partial(regression, (12, 12, 1, 1))),
     *named(nested_reentrant_checkpoints, backward_twice_over_one_graph, backward_of_some_inputs, batches=uneven),
     *named(sums_zeroed_in_place, sums_of_branches, batches=uneven, gradient_reduce_op="sum"),

@@ -253,14 +253,16 @@ class InProcessReplicas(ReplicaEngine):
     def _run_replicas(
         self, baton: Baton, weights: StepWeights, fn: Callable[..., object], inputs: dict[int, Any]
     ) -> dict[int, object]:
-        state = ThreadState()
+        state = ThreadState(self.registry.thread_locals())
+        first = weights.active[0]
 
         def body(replica: int) -> object:
             replica_args, replica_kwargs = inputs[replica]
             if self._rounds:
                 self._rounds[replica].look_at(self._gradients.roster_of(replica))
             with self._entering[replica]:
-                result = state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
+                call = partial(fn, *replica_args, **replica_kwargs)
+                result = state.call(self._torch_devices[replica], call, lasts=replica == first)
                 if self._rounds:
                     self._end_run_of_replica(replica)
                 return result
@@ -268,7 +270,7 @@ class InProcessReplicas(ReplicaEngine):
         try:
             # It looks for programs to which combining gradients does something else than they mean.
             with nullcontext() if self._rounds else self._losses.around(weights):
-                return baton.run(
+                results = baton.run(
                     body,
                     begin=lambda: self._begin(baton, weights),
                     end=lambda error: self._end(weights, failed=error is not None),
@@ -277,6 +279,8 @@ class InProcessReplicas(ReplicaEngine):
             if baton.failed_replica is not None:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
             raise
+        state.hand_back()
+        return results
 
     # An optimizer's step outside of runs, where these have left gradients uncombined: see `StepsOutside`.
 

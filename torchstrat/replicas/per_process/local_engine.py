@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import after_step, before_step, own_buffers
+from torchstrat.core._torch_private import after_step, before_step, own_buffer
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import Communicator, MakesRounds
 from torchstrat.core.memory import Copies, local_copies
@@ -194,7 +194,7 @@ class _OutsideChanges:
         changed = [tensor for tensor, noted in tensors if tensor is not None and noted != trace_of(tensor)]
         for module, name, reference, noted in self._buffers:
             owner = module()
-            now = None if owner is None else own_buffers(owner).get(name)
+            now = None if owner is None else own_buffer(owner, name)
             if now is not None and (reference() is not now or noted != trace_of(now)):
                 changed.append(now)
         return changed, [one for one in self._registry.optimizers() if self._is_edited(one)]

@@ -215,12 +215,12 @@ class Passes:
 
     def run(self, body: Callable[[int], object]) -> list[object]:
         """``body(index)`` for each pass; what they returned, in order."""
-        state = ThreadState()
+        state = ThreadState(self._registry.thread_locals())
 
         def main(index: int) -> object:
             self._local.index = index
             try:
-                return state.call(HOST, lambda: body(index))
+                return state.call(HOST, lambda: body(index), lasts=index == FIRST)
             finally:
                 self._local.index = None
 
@@ -236,6 +236,7 @@ class Passes:
             for handle in handles:
                 handle.remove()
             self._values.forget()  # what is alive when the program runs would be a result of it
+        state.hand_back()
         return [returned[index] for index in range(self._count)]
 
     def _begin(self) -> None:
