@@ -1,5 +1,8 @@
 """Scopes and runs."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -188,6 +191,21 @@ class Steps(Area):
                 self.steps += 1
 
         self.mirrored().run(Trainer().step)
+
+    @warns(r"DataLoader's iterator has grown by 2", "share the object", r"give the step each replica's rows")
+    def a_batch_that_the_step_takes_from_an_iterator(self) -> None:
+        unlabelled = iter(loader())
+        self.mirrored().run(lambda: len(next(unlabelled)))
+
+    @warns(r"DataLoader's iterator has grown by 2", "share the object", r"give the step each replica's rows")
+    def a_batch_that_the_step_takes_from_a_generator(self) -> None:
+        def repeated() -> Iterator[Any]:
+            while True:
+                yield from loader(2)
+
+        unlabelled = repeated()
+        next(unlabelled)
+        self.mirrored().run(lambda: len(next(unlabelled)))
 
     @right("It is found in the step, before it steps: the model is what counts.")
     def an_optimizer_made_outside_of_the_scope(self) -> None:

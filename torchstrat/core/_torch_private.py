@@ -93,6 +93,10 @@ def own_buffer(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     return dict(buffers.items()).get(name)
 
 
+loader_iterator: type = look_up("utils.data.dataloader._BaseDataLoaderIter")
+POSITION_IN_LOADER = "_num_yielded"
+"""What `iter` of a `DataLoader` makes, and the attribute with the number of batches that it has given."""
+
 unsaved_buffers: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
 hooks_before_forward: Callable[[torch.nn.Module], dict[int, object]] = operator.attrgetter("_forward_pre_hooks")
 

@@ -34,6 +34,7 @@ from torchstrat.core._torch_private import (
     hooks_after_accumulation,
     hooks_on_gradient,
     is_of_transform,
+    loader_iterator,
     new_hook_key,
     own_buffer,
     own_children,
@@ -101,7 +102,7 @@ class Reached:
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors that are no parameters, nor leaves with a gradient."""
     objects: list[object] = dataclasses.field(default_factory=list)
-    """Of classes of the program's own."""
+    """Of classes of the program's own, and iterators of loaders."""
     seen: dict[int, object] = dataclasses.field(default_factory=dict)
     """Everything that was met, by `id`: temporaries must outlive the walk, or another object could get theirs."""
     classes: list[type] = dataclasses.field(default_factory=list)
@@ -270,6 +271,8 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
             )
             if is_plain or is_opened:
                 yield member
+    elif isinstance(value, types.GeneratorType):
+        yield from [] if value.gi_frame is None else [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
     elif isinstance(value, GENERATOR_TYPES):
         reached.generators.append(value)
     elif isinstance(value, threading.local):
@@ -280,7 +283,7 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
     elif isinstance(value, Mapping) and nest.is_nested(value):  # which OmegaConf's are not: they hold no tensors
         yield from itertools.islice(value.values(), _MAX_MEMBERS)
     elif not isinstance(value, types.ModuleType):
-        if (
+        if isinstance(value, loader_iterator) or (
             _member(value, "__dict__") is not None
             and hasattr(type(value), "__weakref__")
             and not isinstance(value, _FUNCTIONS)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import version_of
+from torchstrat.core._torch_private import POSITION_IN_LOADER, loader_iterator, version_of
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
 from torchstrat.core.reduction import ReduceOp
@@ -225,8 +225,23 @@ def add_note(error: BaseException, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
+_POSITION = "the position of a DataLoader's iterator"
+
+
+_OF_COUNTS = (
+    "If it counts steps, count outside of Strategy.run, or keep it as an attribute or a buffer of a module, or as a "
+    "ts.Variable."
+)
+_REMEDIES = {
+    _POSITION: "Take the batch outside of Strategy.run, and give the step each replica's rows of it: for one, other in "
+    "zip(strategy.distribute_dataset(loader), strategy.distribute_dataset(other_loader)): strategy.run(step, "
+    "args=(one, other))."
+}
+
+
 class StepCounts:
-    """Numbers in objects of the program's own, in one run of a strategy after the other."""
+    """Numbers in objects of the program's own, in one run of a strategy after the other; and how far iterators of
+    loaders are, from which a step takes batches."""
 
     def __init__(self) -> None:
         self._before: list[tuple[weakref.ref[object], dict[str, int]]] = []
@@ -236,8 +251,12 @@ class StepCounts:
         """A run begins, whose step reaches these."""
         self._before = []
         for reference in objects:
+            one = reference()
+            is_iterator = isinstance(one, loader_iterator)
             numbers = {
-                name: value for name, value in getattr(reference(), "__dict__", {}).items() if type(value) is int
+                name: value
+                for name, value in getattr(one, "__dict__", {}).items()
+                if type(value) is int and (not is_iterator or name == POSITION_IN_LOADER)
             }
             if numbers:
                 self._before.append((reference, numbers))
@@ -246,7 +265,7 @@ class StepCounts:
         """The run has ended: what has grown by exactly ``number``, as ``Class.attribute``."""
         before, self._before = self._before, []
         return [
-            f"{type(one).__name__}.{name}"
+            _POSITION if isinstance(one, loader_iterator) else f"{type(one).__name__}.{name}"
             for reference, numbers in before
             if (one := reference()) is not None
             for name, value in numbers.items()
@@ -273,11 +292,7 @@ class StepCounts:
         for name in names:
             if name not in self._told:
                 self._told.add(name)
-                warnings.warn(
-                    f"{name} {what} If it counts steps, count outside of Strategy.run, or keep it as an attribute or a "
-                    "buffer of a module, or as a ts.Variable.",
-                    stacklevel=6,
-                )
+                warnings.warn(f"{name} {what} {_REMEDIES.get(name, _OF_COUNTS)}", stacklevel=6)
 
 
 class PlainTensors:
