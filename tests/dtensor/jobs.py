@@ -323,11 +323,41 @@ def _given_state(s: Any, m: Any, o: Any, value: torch.Tensor) -> None:
     _steps(s, m, o)
 
 
+def _made_and_run(s: Any, change: Callable[[Any], Any]) -> None:
+    with s.scope():
+        made = nn.Linear(6, 4)
+        s.split_to_logical_devices(made.weight, (2, 1))
+        made.kept = change(made)
+    s.run(lambda: made.kept)
+
+
+def _hooked_at_its_accumulator(s: Any, m: Any, o: Any) -> None:
+    def hooked(made: nn.Linear) -> Any:
+        node = made.weight.expand_as(made.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return node, node.register_hook(lambda *_: None)
+
+    _made_and_run(s, hooked)
+
+
+def _scripted(s: Any, m: Any, o: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # which newer PyTorch says of all of torch.jit
+        _made_and_run(s, torch.jit.script)  # type: ignore[no-untyped-call]
+
+
 MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     # what is said of a strategy, an MLP that is cut over two logical devices, and its optimizer
     "hooked": (
         r"UnsupportedError: Linear.weight \(16, 6\) is cut over logical devices and has a hook of its own",
         lambda s, m, o: m[1].weight.register_hook(lambda gradient: gradient * 2) and s.run(lambda: _backward(m)),
+    ),
+    "hooked where its gradient is accumulated": (
+        r"UnsupportedError: Linear.weight \(4, 6\) is to be cut .* has its AccumulateGrad node kept",
+        _hooked_at_its_accumulator,
+    ),
+    "in TorchScript": (
+        r"UnsupportedError: Linear.weight \(4, 6\) is to be cut .* is in a module of TorchScript",
+        _scripted,
     ),
     "other dtype": ("ContextError: half was called outside of run with a variable", lambda s, m, o: m.half()),
     "copied": ("nothing", _copied),

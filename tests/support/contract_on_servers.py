@@ -39,6 +39,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lookahead_without_hooks_idle": UnsupportedError,
     "several_in_one": UnsupportedError,
     "settings_of_the_thread": NotSendableError,
+    "torch_script": UnsupportedError,
     "pruned_further": UnsupportedError,  # by what a forward pass has made on the worker
 }
 """Cases that parameter servers refuse, and the error that says so."""

@@ -20,6 +20,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "unused_on_all_but_one_replica": ContextError,  # branches on the replica's number
     "unused_on_all_sometimes": ContextError,
     "lstm": UnsupportedError,  # global_view
+    "torch_script": UnsupportedError,  # buffers
     "backward_hooks": UnsupportedError,  # functions that cannot be mapped
     "checkpoint_reentrant": UnsupportedError,
     "checkpoint_not_reentrant": UnsupportedError,

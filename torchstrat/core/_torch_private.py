@@ -177,6 +177,18 @@ wrapper_of: Callable[..., Any] = look_up("Tensor._make_wrapper_subclass")
 ignores_functions: object = look_up("_C._disabled_torch_function_impl")
 """``__torch_function__`` of a class whose tensors are to be treated as plain ones."""
 
+_count_holders: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
+
+
+def is_accumulator_kept(leaf: torch.Tensor) -> bool:
+    """Whether the program has kept the node where the leaf's gradient is accumulated, as it does for a hook there. Of a
+    graph that is alive nobody holds that node's object."""
+    if not leaf.requires_grad or _count_holders(leaf) == 1:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return sys.getrefcount(node) > 2  # this name, and the argument
+
+
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
 """Exchanges what two tensor objects stand for, on whichever devices; whoever holds the objects sees it."""
 

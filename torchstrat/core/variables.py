@@ -318,7 +318,8 @@ class VariableRegistry:
         for module in found.modules:
             is_new = module not in self._modules
             self._add_tree(module)
-            if is_new and not self._opened and _is_trainable(module) and module not in self._given_up:
+            is_seen = self._opened or isinstance(module, torch.jit.ScriptModule)  # whose making no scope sees
+            if is_new and not is_seen and _is_trainable(module) and module not in self._given_up:
                 how = "that was released" if module in self._released else "made outside of it"
                 adopted.append(f"a {type(module).__name__} {how}")
         if not found.tensors:
@@ -462,8 +463,7 @@ class VariableRegistry:
         return Members(modules, list(found.values()), places, slots, helpers, self.changes, vectors, views)
 
     def plain_tensors(self) -> list[torch.Tensor]:
-        """What steps reach that is no parameter, nor a leaf with a gradient: the nearest, for steps that reach more
-        reach data."""
+        """What steps reach that is no parameter, nor a leaf with a gradient: the nearest, further away lie data."""
         return self._plain.alive()
 
     def thread_locals(self) -> list[threading.local]:

@@ -473,6 +473,12 @@ _hooked = WeakOrdered()
 def hook_module(job: Job, module: nn.Module) -> None:
     """Pull before ``module.state_dict()``. Once per module."""
     if _hooked.add(module):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"a module of TorchScript ({module.original_name}) was made in the scope, and C++ has its variables, "
+                "where servers do not reach. Make the module itself in the scope; what torch.jit makes of that one "
+                "outside has the servers' values when it is called."
+            )
         module.register_state_dict_pre_hook(_PullModule(job))
 
 

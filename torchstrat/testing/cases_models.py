@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -271,6 +272,29 @@ def rank_dependent_values() -> Training:
     return plain_training(model, sgd(model, momentum=0.0))
 
 
+class _Counting(nn.Module):
+    """Has buffers that its forward pass changes in place and sets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean = self.mean * 0.5 + self.last.bias.detach()
+        scaled: torch.Tensor = self.last(x) * (1 + self.calls / 10) + self.mean
+        return scaled
+
+
+def _in_torch_script() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # which newer PyTorch says of all of torch.jit
+        first = torch.jit.trace(nn.Sequential(nn.Linear(6, 5), nn.Tanh()), torch.randn(2, 6))  # type: ignore[no-untyped-call]
+        return nn.Sequential(first, torch.jit.script(_Counting()))  # type: ignore[no-untyped-call]
+
+
 def _normed(norm: Callable[[nn.Module], object]) -> nn.Module:
     model = Mlp()
     norm(model.first)
@@ -421,6 +445,7 @@ CASES = (
     Case("lazy_in_run_drawn", partial(lazy, nn.LazyLinear, dry_run=False), expected=no_numbers),
     Case("built_in_run", partial(built_in_run, True)),
     Case("built_in_run_drawn", partial(built_in_run, False), expected=no_numbers),
+    Case("torch_script", partial(trained, _in_torch_script)),
     Case("mixed_dtypes", partial(trained, _MixedPrecision), tolerance=1e-5),
     *named(
         parameter_made_in_forward,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
-    own_buffers,
+    own_buffer,
     own_parameters,
     tensors_in_storage,
     version_of,
@@ -76,7 +76,7 @@ class _Slot(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         module = self.module()
-        return None if module is None else own_buffers(module).get(self.name)
+        return None if module is None else own_buffer(module, self.name)
 
 
 class CapturedVariables:

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchstrat.core import _torch_private
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffers, own_parameters
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, own_buffer, own_buffers, own_parameters
 from torchstrat.core.buffer_rules import is_statistic
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.reduction import VariableAggregation
@@ -399,7 +399,7 @@ class Copies:
     def _buffer(self, spec: VariableSpec) -> torch.Tensor:
         for known, name in self._slots.get(spec.number, ()):
             module = known()
-            current = None if module is None else own_buffers(module).get(name)
+            current = None if module is None else own_buffer(module, name)
             if current is not None:
                 return current
         return self._tensors[spec.number]
@@ -408,7 +408,7 @@ class Copies:
         """Modules have one buffer, and a function may have put another tensor into one of them."""
         current = self._buffer(spec)
         for known, name in self._slots[spec.number]:
-            if (module := known()) is not None and own_buffers(module).get(name) is not current:
+            if (module := known()) is not None and own_buffer(module, name) is not current:
                 raise no_longer_one(spec.name)
 
     def bring_table(self, table: TableParameter) -> None:

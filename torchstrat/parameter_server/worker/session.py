@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
+    own_buffer,
     own_buffers,
     own_children,
     own_parameters,
@@ -360,7 +361,7 @@ class MadeMembers:
     def check(self) -> None:
         """Raise `UnsupportedError` for parameters that are still there, and warn of buffers."""
         for module, name in _made_here.noted or ():
-            if own_buffers(module).get(name) is not None and self._is_captured(module):
+            if own_buffer(module, name) is not None and self._is_captured(module):
                 self._warn_of_buffer(module, name)
             parameter = own_parameters(module).get(name)
             if parameter is not None and self._is_captured(module) and self._copies.spec_of(parameter) is None:

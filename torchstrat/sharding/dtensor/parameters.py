@@ -35,6 +35,7 @@ from torchstrat.core._torch_private import (
     give_hooks,
     hooks_after_accumulation,
     hooks_on_gradient,
+    is_accumulator_kept,
     own_parameters,
     swap_tensor_impl,
     version_of,
@@ -342,6 +343,7 @@ class CutVariables:
         cut = self._devices.axes.cut_of(sharding)
         shape = tuple(tensor.shape)
         self._require_no_hooks(tensor)
+        self._require_asking(tensor)
         sharding.tile_shape(shape, 1)  # as many dimensions
         piece = self._piece_like(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
         if tensor.grad is not None:
@@ -457,6 +459,20 @@ class CutVariables:
             raise UnsupportedError(
                 f"{self._registry.describe(tensor)} is cut over logical devices and has a hook of its own, which would "
                 "see the gradient of a piece. Do what it does in the step, after backward()."
+            )
+
+    def _require_asking(self, tensor: torch.Tensor) -> None:
+        """What holds the memory itself would go on with the values of before."""
+        holder = ""
+        scripts = (one for one in self._registry.modules() if isinstance(one, torch.jit.ScriptModule))
+        if any(tensor is member for script in scripts for member in own_parameters(script).values()):
+            holder = "is in a module of TorchScript (torch.jit)"
+        elif is_accumulator_kept(tensor):
+            holder = "has its AccumulateGrad node kept by the program, as for a hook there"
+        if holder:
+            raise UnsupportedError(
+                f"{self._registry.describe(tensor)} is to be cut over logical devices and {holder}, which does not ask "
+                "for its pieces. Leave it whole (no sharding rule for it), or do without."
             )
 
     def _require_unchanged(self, tensor: torch.Tensor, entry: CutVariable) -> None:

@@ -37,7 +37,7 @@ from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog
 from torchstrat.sharding.tpu.draws import Drawing, RandomStream, is_draw, is_fill, on_host, target_of
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LanePlacement, LaneValues, Pass, Stacked, global_inputs
 from torchstrat.sharding.tpu.lanes import Arguments, Function, Lanes, Options
-from torchstrat.sharding.tpu.limits import refused_program
+from torchstrat.sharding.tpu.limits import refused_program, require_python
 from torchstrat.sharding.tpu.passes import Alone, Passes
 from torchstrat.sharding.tpu.recording import NormLayer, Recording, Run
 from torchstrat.sharding.tpu.rewrites import Rewrites
@@ -331,6 +331,7 @@ class SpmdReplicas(ReplicaEngine):
         return result
 
     def _record_all(self, fn: Callable[..., object], passes: Sequence[Pass], weights: StepWeights, run: Run) -> object:
+        require_python(self.registry.modules())
         all_weights: list[LaneWeights] = []
         replicas = [replica for one in passes for replica in one.replicas]
         counts = weights.in_buffers(replicas, [weights.of(replica) for replica in replicas])

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import untouched_by_surroundings
+from torchstrat.core._torch_private import own_buffers, untouched_by_surroundings
 from torchstrat.core.errors import TorchstratError, UnsupportedError
 from torchstrat.sharding.tpu._functorch_private import leave_levels
 
@@ -173,6 +173,17 @@ def require_possible(optimizer: torch.optim.Optimizer) -> None:
             raise UnsupportedError(
                 f"{name} has {option}=True, which these devices do not have: {why}. Leave {option} out; the whole step "
                 "is compiled into one program as it is."
+            )
+
+
+def require_python(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise `UnsupportedError` for what a step that is recorded for all replicas at once cannot follow."""
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule) and len(own_buffers(module)):
+            raise UnsupportedError(
+                f"a module of TorchScript ({module.original_name}) has buffers, which C++ reads and sets where "
+                "replicas that are recorded at once are not told apart. Use the module that it was made of, or "
+                f"{GLOBAL_VIEW}."
             )
 
 
