@@ -207,6 +207,25 @@ class Steps(Area):
         next(unlabelled)
         self.mirrored().run(lambda: len(next(unlabelled)))
 
+    @raises(
+        ReplicaDivergenceError,
+        r"replica 0 put another Linear in the place of Sequential\.0",
+        "and replica 1 did not",
+        "an argument of the step",
+    )
+    def a_layer_that_one_replica_replaces(self) -> None:
+        strategy = self.mirrored()
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(3, 1))
+        is_replaced = [False]
+
+        def step() -> torch.Tensor:
+            if not is_replaced[0]:
+                is_replaced[0], model[0] = True, nn.Linear(3, 1)
+            return model(torch.ones(2, 3)).sum()
+
+        strategy.run(step)
+
     @right("It is found in the step, before it steps: the model is what counts.")
     def an_optimizer_made_outside_of_the_scope(self) -> None:
         strategy = self.mirrored()

@@ -8,6 +8,7 @@ values, and gradients are combined.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ class Newborn:
         registry: VariableRegistry,
         ready: Callable[[nn.Module], None],
         used: Callable[[nn.Module], None] | None = None,
-        named: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
+        named: Callable[[nn.Module, str, torch.Tensor | nn.Module], None] | None = None,
         on_new: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
     ) -> None:
         self._registry = registry
@@ -181,9 +182,11 @@ class Newborn:
             self._watched.clear()
 
     def _on_member(self, module: nn.Module, name: str, member: object) -> None:
-        if isinstance(member, torch.Tensor) and not self._registry.is_copy(module):
-            if self._named is not None:
-                self._named(module, name, member)
+        if not isinstance(member, torch.Tensor | nn.Module) or self._registry.is_copy(module):
+            return
+        if self._named is not None:
+            self._named(module, name, member)
+        if isinstance(member, torch.Tensor):
             is_new = name not in own_buffers(module) and name not in own_parameters(module)
             if self._on_new is not None and is_new and any(module is one for one in self._modules):
                 self._on_new(module, name, member)
@@ -262,9 +265,11 @@ class Twins:
         parameters, and the first replica's like them."""
         first = next(iter(self._uses.values()))
         number, own = len(self._uses[replica]), parameters_of(module)
-        if first is self._uses[replica] or number >= len(first) or first[number].module() is module:
+        if first is self._uses[replica] or number >= len(first):
             return []
         _, kind, theirs, buffers = first[number]
+        if first[number].module() is module and all(map(operator.is_, own, theirs)):
+            return []
         if kind is not type(module) or _kinds(own) != _kinds(theirs):
             return []
         pairs = list(zip(own, theirs, strict=True))

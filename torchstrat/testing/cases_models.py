@@ -277,6 +277,8 @@ class _Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: torch.Tensor  # TorchScript takes no annotation of the class that is a string
+        self.mean: torch.Tensor
         self.last = nn.Linear(5, 3)
         self.register_buffer("calls", torch.zeros(1))
         self.register_buffer("mean", torch.zeros(3))
@@ -291,8 +293,8 @@ class _Counting(nn.Module):
 def _in_torch_script() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # which newer PyTorch says of all of torch.jit
-        first = torch.jit.trace(nn.Sequential(nn.Linear(6, 5), nn.Tanh()), torch.randn(2, 6))  # type: ignore[no-untyped-call]
-        return nn.Sequential(first, torch.jit.script(_Counting()))  # type: ignore[no-untyped-call]
+        first = torch.jit.trace(nn.Sequential(nn.Linear(6, 5), nn.Tanh()), torch.randn(2, 6))
+        return nn.Sequential(first, torch.jit.script(_Counting()))
 
 
 def _normed(norm: Callable[[nn.Module], object]) -> nn.Module:

@@ -373,6 +373,42 @@ def group_added_in_step() -> Training:
     return Training(plain_step(call, optimizer), {"model": model, "extra": extra, "optimizer": optimizer})
 
 
+def replaced_in_step(replace: Callable[[Mlp], object]) -> Training:
+    """In the third run the step gives the model another last layer, made of the one that is there, and the optimizer
+    its parameters."""
+    model = Mlp()
+    optimizer = adam(model)
+    runs = [0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if runs[0] == 2:
+            old = list(model.last.parameters())
+            replace(model)
+            group, ids = optimizer.param_groups[0], {id(parameter) for parameter in old}
+            group["params"] = [one for one in group["params"] if id(one) not in ids]
+            for parameter in old:
+                optimizer.state.pop(parameter, None)
+            optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.02})
+        hidden: torch.Tensor = model(x)
+        return hidden
+
+    def before(index: int) -> None:
+        runs[0] = index
+
+    return Training(plain_step(call, optimizer), {"model": model, "optimizer": optimizer}, before=before)
+
+
+def _another_layer(model: Mlp) -> None:
+    layer = nn.Linear(model.last.in_features, model.last.out_features)
+    layer.load_state_dict({name: value * 0.5 for name, value in model.last.state_dict().items()})
+    model.last = layer
+
+
+def _other_parameters(model: Mlp) -> None:
+    model.last.weight = nn.Parameter(model.last.weight.detach() * 0.5)
+    model.last.bias = nn.Parameter(model.last.bias.detach() * 0.5)
+
+
 def state_dict_round_trip() -> Training:
     """Saves after the second step and goes back there after the third: model, optimizer and scheduler."""
     model = Mlp()
@@ -524,6 +560,8 @@ CASES = (
         group_added_later,
         group_added_in_step,
     ),
+    Case("layer_replaced_in_step", partial(replaced_in_step, _another_layer)),
+    Case("parameters_replaced_in_step", partial(replaced_in_step, _other_parameters)),
     *(Case(f"{name}_begun_elsewhere", partial(begun_elsewhere, _OPTIMIZERS[name], *of)) for name, of in _BEGUN.items()),
     *named(state_dict_round_trip),
     Case("snapshot_loaded_again_idle", snapshot_loaded_again, partial(regression, (8, 8, 3, 1, 8))),

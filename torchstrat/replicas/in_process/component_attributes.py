@@ -35,6 +35,7 @@ from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.core.reachable import is_made
 from torchstrat.replicas import optimizer_state
+from torchstrat.replicas.in_process.replaced_members import ReplacedMembers
 from torchstrat.replicas.in_process.told_attributes import SHARED, NumberOfMaker, tell
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
 from torchstrat.replicas.state import SEQUENCES, is_container, private_value, reference_of_entry, trace
@@ -167,6 +168,7 @@ class ComponentAttributes:
         self._before: list[_Attributes] | None = None
         self._kept = KeptAttributes()
         self._hooks = _HooksOfStep()
+        self._replaced = ReplacedMembers()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -178,6 +180,7 @@ class ComponentAttributes:
         self._makers, self._before, self._modules, self._owners, self._numbers = set(), None, [], {}, []
         self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
         self._hooks.begin(self._modules)
+        self._replaced.begin()
         self._take(modules, replicas[0])
 
     def add(self, modules: Iterable[nn.Module], owner: int) -> None:
@@ -224,7 +227,9 @@ class ComponentAttributes:
 
     def expect_member(self, module: nn.Module, name: str, member: object) -> None:
         """The replica whose turn it is sets a member."""
-        if is_made(module, name, member):
+        if len(self._replicas) > 1 and self._before is None and self._replaced.note(module, name, member):
+            return
+        if isinstance(member, torch.Tensor) and is_made(module, name, member):
             self.made_members(module)
 
     def made_members(self, module: nn.Module) -> None:
@@ -237,6 +242,7 @@ class ComponentAttributes:
         if own is None:
             return
         self._hooks.park(replica)
+        self._replaced.park(replica)
         if self._makers:
             makers, self._makers = self._makers, set()
             new = {id(self._modules[place]) for place in self._owners}
@@ -260,6 +266,12 @@ class ComponentAttributes:
         for module, attributes in zip(self._modules, self._attributes.get(replica, ()), strict=False):
             _set_attributes(module, "__dict__", attributes)
         self._hooks.install(replica)
+        self._replaced.install(replica)
+
+    def refuse_replaced_by_some(self, *, at_end: bool) -> None:
+        """While all replicas stand still; until the end of the run the others may follow."""
+        if at_end:
+            self._replaced.refuse_of_some(self._replicas)
 
     def begin_common(self) -> None:
         """While all replicas stand still, code runs that is for all of them, on the leader's attributes."""
@@ -286,6 +298,7 @@ class ComponentAttributes:
             self._kept.keep(module, leader, [(replica, self._attributes[replica][index]) for replica in others])
         self._modules, self._attributes, self._before, self._owners, self._vectors = [], {}, None, {}, ()
         self._hooks.end()
+        self._replaced.end()
 
 
 class _HooksOfStep:

@@ -543,10 +543,10 @@ class Components:
         """The replica whose turn it is registers parameters or buffers."""
         self._attributes.made_members(module)
 
-    def expect_member(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """The replica whose turn it is is about to register a parameter or a buffer."""
+    def expect_member(self, module: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
+        """The replica whose turn it is is about to register a parameter, a buffer or a child."""
         self._attributes.expect_member(module, name, value)
-        if isinstance(value, nn.Parameter):
+        if isinstance(value, nn.Parameter | nn.Module):
             return
         if self.buffers.was_there(module):
             self.buffers.expect(module, name, value, self._holder)
@@ -567,6 +567,7 @@ class Components:
         ``at_end``: of the run; else it goes on."""
         self._attributes.refuse_other_numbers()
         self.buffers.refuse_changes_of_made(looks_at_values=at_end)
+        self._attributes.refuse_replaced_by_some(at_end=at_end)
         refuse_changes_of(self._made, self._replicas, self._registry.describe)
 
     def register_module(self, module: nn.Module) -> None:

@@ -431,8 +431,8 @@ class InProcessReplicas(ReplicaEngine):
             if self._baton.holder is not None:
                 self._gradients.twins.note_use(module, self._baton.holder)
 
-    def _expect(self, module: nn.Module, name: str, member: torch.Tensor) -> None:
-        """A replica's code is about to register a parameter or a buffer."""
+    def _expect(self, module: nn.Module, name: str, member: torch.Tensor | nn.Module) -> None:
+        """A replica's code is about to register a parameter, a buffer or a child."""
         self._components.expect_member(module, name, member)
         if isinstance(member, nn.Parameter):
             self._gradients.attach([member])
