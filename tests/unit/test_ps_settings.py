@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -157,6 +158,7 @@ CHANGES_IN_PLACE: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "within a dictionary": ({"layer": {"gain": [1.0]}}, lambda kept: kept["layer"]["gain"].clear()),
     "a record": (SimpleNamespace(gain=1.0, names=["a"]), lambda kept: setattr(kept, "gain", 2.0)),
     "a tensor": (torch.ones(2), lambda kept: kept.mul_(2)),
+    "an array": (np.ones(2), lambda kept: kept.fill(2)),
 }
 
 
@@ -448,6 +450,32 @@ def test_a_step_on_the_coordinator_does_not_pass_over_what_functions_have_left(w
         program.run(workers - 1, "step, clear")
         optimizer.step()
         assert program.weight() == -3.0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: model.optimizer.zero_grad(),
+        lambda model: model.zero_grad(),
+        lambda model: setattr(model.weight, "grad", None),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: model.weight.grad,
+    ],
+    ids=["optimizer", "module", "none", "clip", "read"],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_looks_for_gradients_on_the_coordinator_is_told_once_where_they_are(
+    look: Callable[[Any], object], workers: int
+) -> None:
+    with program_of(workers) as (program, _):
+        look(program.model)
+        program.run(0, "clear, backward, step, clear")
+        look(program.model)
+        program.run(0, "clear, backward, step")
+        copy.deepcopy(program.model), program.model.double().float()
+        with pytest.warns(UserWarning, match="gradient of weight of module 0 was looked for, or cleared, on the coord"):
+            [look(program.model) for _ in range(4)]
+        look(program.model)
 
 
 def test_steps_are_looked_at_as_long_as_the_strategy_is_open() -> None:

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -45,7 +46,7 @@ ATTRIBUTES = "attributes"
 Owner = nn.Module | Optimizer | torch.Tensor
 
 _SET_BY_SCHEDULERS = ("step", "_opt_called")
-_DEPTH, _MOST_PARTS = 3, 100
+_DEPTH, _MOST_PARTS, _MOST_BYTES = 3, 100, 4096
 """Of values that may change and stay the same object: how deep they are looked into, and up to what size."""
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "__overloads__"))  # which torch.jit.script sets
 
@@ -263,6 +264,8 @@ def _contents(value: Any, depth: int) -> object:
     kind = type(value)
     if kind is torch.Tensor:
         return None if value.is_inference() else version_of(value)
+    if kind is np.ndarray:
+        return value.tobytes() if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else None
     members: Any = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
     if type(members) not in _CONTAINERS or len(members) > _MOST_PARTS:
         return None

@@ -255,8 +255,11 @@ def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str
         )
     if func in NEEDS_NO_VALUES:
         with DisableTorchFunctionSubclass():
+            misses = func in _OF_GRADIENT and GRAD.__get__(args[0]) is None and (len(args) == 1 or args[1] is None)
             result = func(*args, **kwargs)
-        if result is True and func == _IS_META:
+        if misses:
+            _tell_of_gradient(args[0], sys._getframe(2))
+        elif result is True and func == _IS_META:
             _refuse_skipped_initialiser(sys._getframe(2))
         return result
     call = TensorCall(func, args, kwargs)
@@ -266,6 +269,26 @@ def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str
     if len(call.aliases) > 1:
         call.aliases.sort(key=lambda alias: not alias.holder.hands_on)
     return call.hand_on()
+
+
+_OF_GRADIENT = frozenset({GRAD.__get__, GRAD.__set__})
+_wanted_gradients: list[Callable[[object], None]] = []
+_THEIR_OWN = ("torch", "torchstrat", "copy")
+
+
+def tell_of_gradients(told: Callable[[object], None]) -> Callable[[], None]:
+    """Call ``told`` with each variable whose gradient the program looks for, or clears, and that has none. Returns what
+    ends that."""
+    _wanted_gradients.append(told)
+    return functools.partial(_wanted_gradients.remove, told)
+
+
+def _tell_of_gradient(parameter: object, caller: FrameType) -> None:
+    module = str(caller.f_globals.get("__name__"))
+    is_asked = caller.f_code.co_name == "zero_grad" or module == nn.utils.clip_grad.__name__
+    if is_asked or module.partition(".")[0] not in _THEIR_OWN:
+        for told in list(_wanted_gradients):
+            told(parameter)
 
 
 _REGISTERS_HOOK = frozenset(

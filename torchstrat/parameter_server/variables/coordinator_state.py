@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -26,7 +27,7 @@ from torchstrat.core.errors import ContextError, InvalidArgumentError, Unsupport
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.parameter_server.messages import NewRows, StateOfShard, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import Catalog
-from torchstrat.parameter_server.variables.cached_parameter import Moment
+from torchstrat.parameter_server.variables.cached_parameter import Moment, tell_of_gradients
 from torchstrat.parameter_server.variables.cached_state import CachedState, of_parameters
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.deferred_init import recipe_by, recipe_of_more
@@ -196,17 +197,47 @@ def _remote_state(optimizer: Optimizer) -> RemoteOptimizerState:
 
 
 class CoordinatorSteps:
-    """Looks at steps that the program makes on the coordinator, until the job is closed."""
+    """Looks at steps that the program makes on the coordinator, and at gradients that it looks for there, until the
+    job is closed."""
 
     def __init__(self, job: _Job) -> None:
         self._job: _Job = weakref.proxy(job)
-        check = weakref.WeakMethod(self._check)
+        self._asked, self._has_warned = 0, False
+        check, look = weakref.WeakMethod(self._check), weakref.WeakMethod(self._look_for_gradient)
 
         def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if (method := check()) is not None:
                 method(optimizer)
 
-        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        def gradient_wanted(parameter: object) -> None:
+            if (method := look()) is not None:
+                method(parameter)
+
+        steps, gradients = register_optimizer_step_pre_hook(before_step), tell_of_gradients(gradient_wanted)
+
+        def close() -> None:
+            steps.remove()
+            gradients()
+
+        self.close = weakref.finalize(self, close)
+
+    def _look_for_gradient(self, parameter: object) -> None:
+        """In a plain program it would be what the last backward pass has left."""
+        spec = self._job.variables.spec_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        if spec is None or self._has_warned:
+            return
+        self._asked += 1
+        if self._asked & (self._asked - 1):  # it waits for functions that are half-way: seldom
+            return
+        if spec.number in self._job.left_gradients([spec.number]):
+            self._has_warned = True
+            warnings.warn(
+                f"the gradient of {spec.name} was looked for, or cleared, on the coordinator, which has none; a "
+                "scheduled function has left its own on a worker, where it stays. zero_grad(), clip_grad_norm_() and "
+                "norms of gradients belong into the function that computes these; return what the coordinator shall "
+                "see. (Further ones are not warned of.)",
+                stacklevel=5,
+            )
 
     def _check(self, optimizer: Optimizer) -> None:
         """Without any gradient here a step does nothing. In a plain program it would take what the last backward passes

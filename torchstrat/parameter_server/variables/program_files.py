@@ -51,15 +51,15 @@ class _Space(KnownNamespace):
         super().__init__(owner)
         self._values = {name: written.get(name, value) for name, value in self._values.items()}
         self._contents: list[object] = []
-        self._callables = _callables_of(vars(owner))
+        self._callables = _callables_of(owner)
 
     def changes(self, members: Mapping[str, object]) -> int:
-        found = super().changes(members)
+        super().changes(members)
         contents: list[object] = [dict(one) for one in self.last if type(one) is dict and len(one) <= _MOST_PARTS]
         if contents != self._contents:
             self._contents = contents
             self.count += 1
-        return found + self.count
+        return self.count
 
     def sent_of(self, members: Mapping[str, object]) -> dict[str, object]:
         plain = {name: dict(one) for name, one in members.items() if type(one) is dict and len(one) <= _MOST_PARTS}
@@ -68,14 +68,16 @@ class _Space(KnownNamespace):
 
     def replaced(self) -> str | None:
         """A function or class in whose place there is another one since the last time."""
-        before, now = self._callables, _callables_of(getattr(self.owner(), "__dict__", {}))
+        before, now = self._callables, _callables_of(self.owner())
         self._callables = now
         others = [name for name, one in now.items() if before.get(name, one) is not one]
         return next((name for name in others if meaning_of(before[name]) != meaning_of(now[name])), None)
 
 
-def _callables_of(members: Mapping[str, object]) -> dict[str, object]:
-    return {name: one for name, one in list(members.items()) if callable(one) and not name.startswith("__")}
+def _callables_of(owner: object) -> dict[str, object]:
+    wrapped = "step" if isinstance(owner, type) and issubclass(owner, Optimizer) else ""  # by PyTorch, at first use
+    members = getattr(owner, "__dict__", {})
+    return {k: v for k, v in list(members.items()) if callable(v) and not k.startswith("__") and k != wrapped}
 
 
 _known_files: dict[str, dict[str, _Space]] = {}
@@ -98,6 +100,8 @@ class ProgramFiles:
             self._noted = len(self._named)
             for name in list(self._named):
                 self._note(name)
+        if not self._known:
+            return []
         self._calls += 1
         if not self._has_warned and (self._calls < _OFTEN or self._calls % _OFTEN == 0):
             self._look_at_code()
@@ -129,6 +133,8 @@ class ProgramFiles:
         known = _known_files.get(name)
         if known is None or known[""].owner() is not module:
             known = _known_files[name] = _spaces_of(module)
+        for space in known.values():
+            space.replaced()  # before this job
         self._known[name] = known
         for value in list(vars(module).values()):
             home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
@@ -224,6 +230,7 @@ class CodeOfClasses:
 
     def __init__(self) -> None:
         self._known: dict[int, _Code] = {}
+        self._by_value: dict[int, _Code] = {}
 
     def revision(self, kind: type) -> int:
         """Another number whenever its code has changed since it was asked for first, which is when it is sent."""
@@ -231,11 +238,14 @@ class CodeOfClasses:
         if known is None:
             known = self._known[id(kind)] = _Code(kind)
             weakref.finalize(kind, self._known.pop, id(kind), None).atexit = False
+            if known.is_by_value:
+                self._by_value[id(kind)] = known
+                weakref.finalize(kind, self._by_value.pop, id(kind), None).atexit = False
         return known.revision
 
     def marks(self) -> list[int]:
         """Equal ones: nothing has changed. Every call of `schedule` asks."""
-        return [known.look() for known in list(self._known.values()) if known.is_by_value]
+        return [known.look() for known in list(self._by_value.values())] if self._by_value else []
 
 
 class _Code:
