@@ -373,7 +373,7 @@ class GradientSynchronizer:
         ready, self._ready = self._ready, None
         self._forget_zeroed(ready)
         kinds, plain = self._contribution(ready)
-        numbers = (self._weight(), self._roster.digest, float(zlib.crc32(kinds, len(plain))))
+        numbers = (self._weight(), self._roster.digest, float(zlib.crc32(kinds + bytes([bool(plain)]))))
         rows, add_up = agree_and_sum(self._summing, BACKWARD, numbers, plain)
         self._set_shares(BACKWARD, self._shares_of([row[0] for row in rows]))
         if all_equal([row[1:] for row in rows]):
