@@ -195,6 +195,25 @@ def train_from_a_snapshot_twice() -> Numbers:
     return job.close() | numbers
 
 
+def train_what_is_shown_elsewhere() -> Numbers:
+    """A step reads a weight by a tensor, and by an array, that show it since before the first run."""
+
+    def of_shown_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 24), nn.Linear(24, 24)).double()
+        first, second = model[0].weight, model[1].weight
+
+        def scale(model: nn.Module, args: object, result: torch.Tensor) -> torch.Tensor:
+            return result * shown.norm() * float((array**2).sum())
+
+        shown, array = first.data[:20], second.detach().numpy()
+        model.register_forward_hook(scale)
+        return model, torch.optim.SGD(model.parameters(), lr=0.001)
+
+    job = Job(of_shown_layers)
+    job.train(3)
+    return job.close()
+
+
 WHO = {"between runs": ((0, 1), False), "in a run": ((0, 1), True), "in a run, by the first alone": ((0,), True)}
 PROGRAMS: dict[str, tuple[Callable[..., Numbers], tuple[Any, ...]]] = {
     **{f"{edit} {when}": (train_with_edit, (edit, *who)) for edit in EDITS for when, who in WHO.items()},
@@ -218,6 +237,10 @@ def test_it_is_as_in_a_plain_program(name: str, run: Run) -> None:
 
 def test_what_was_loaded_follows_the_steps(two_processes: Workers) -> None:
     assert_same(two_processes.run(train_from_a_snapshot_twice), train_from_a_snapshot_twice())
+
+
+def test_what_shows_a_parameter_since_before_it_was_common(two_processes: Workers) -> None:
+    assert_same(two_processes.run(train_what_is_shown_elsewhere), train_what_is_shown_elsewhere())
 
 
 def test_state_that_is_sparse(two_processes: Workers) -> None:

@@ -174,6 +174,8 @@ class CentralParameters:
             kind = staged_kind_of(tensor) if is_staged else kind_of(tensor)
             if kind is None or not kind.bytes or (tensor.is_shared() and not is_staged):
                 continue
+            if not is_staged and tensors_in_storage(tensor) > 1:
+                continue  # the program has it by another tensor or array too, which is to show what steps make of it
             storage = tensor.untyped_storage()
             # One that shares its storage with another, or is a part of something larger, would be torn from it.
             if storage.nbytes() == kind.bytes and storages[storage.data_ptr()] == 1:
