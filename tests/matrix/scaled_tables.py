@@ -10,32 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn, tensor
+from torch import nn
+from torch import tensor as copied
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
+from tests.matrix.scaled_table_faults import FAULTS
 from tests.matrix.table import (
     RIGHT,
     Cell,
     Expected,
-    PlantedFault,
     Table,
     assert_close,
-    cells_at,
     known_wrong,
     refused,
-    switched_off,
 )
-from torchstrat.core import _functional_private
 from torchstrat.errors import UnsupportedError
-from torchstrat.replicas import scaling_lookups
-from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.per_process.step_policies import StepLevels
 
 HEIGHT, WIDTH, NORM = 40, 5, 0.8
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -52,6 +46,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH).double()
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
         self.register_buffer("kept", made.clone())
+        self.runs = 0
 
     @property
     def weight(self) -> torch.Tensor:
@@ -164,6 +159,29 @@ def _copied(weight: torch.Tensor) -> torch.Tensor:
     return torch.asarray(weight, copy=True, requires_grad=False)
 
 
+def _array_before(net: Net, batch: Batch) -> torch.Tensor:
+    array = net.weight.detach().numpy()
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) * float((array**2).sum())
+
+
+def _attribute(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) + _scores(net, found, net.same)
+
+
+def _later(net: Net, batch: Batch, use: Use) -> torch.Tensor:
+    """Operators are listened to in the first run alone."""
+    net.runs += 1
+    return (use if net.runs > 1 else _alone)(net, batch)
+
+
+def _hooked(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    net.weight.register_hook(lambda gradient: gradient * 0.5)
+    return _loss(found, net, batch)
+
+
 def _buffer(net: Net, batch: Batch) -> torch.Tensor:
     return _loss(F.embedding(batch[0], net.kept, max_norm=NORM).mean(1), net, batch)
 
@@ -229,6 +247,14 @@ def _on_another(net: Net, batch: Batch, looks_up: int) -> torch.Tensor:
     if context is None or context.replica_id_in_sync_group == looks_up or context.num_replicas_in_sync == 1:
         return _alone(net, batch)
     return _loss(net.weight[:1], net, batch) * net.weight.norm()
+
+
+def _on_one_alone(net: Net, batch: Batch) -> torch.Tensor:
+    """The other replica leaves the table alone."""
+    context, features, half = ts.get_replica_context(), batch[1] * 0.5, len(batch[0]) // 2
+    if context is None or context.num_replicas_in_sync == 1:
+        return _loss(torch.cat([net.look_up(batch[0][:half]), features[half:]]), net, batch)
+    return _loss(features if context.replica_id_in_sync_group else net.look_up(batch[0]), net, batch)
 
 
 def _computed(net: Net, batch: Batch) -> torch.Tensor:
@@ -368,6 +394,11 @@ class Row(NamedTuple):
     """Whether functions are compiled before the strategy's first run."""
 
 
+def _with_alias(net: Net) -> torch.optim.Optimizer:
+    net.same = net.weight.data
+    return _sgd(net)
+
+
 def _of_table(net: Net) -> torch.optim.Optimizer:
     net.of_head = torch.optim.SGD(net.head.parameters(), lr=0.1)
     return torch.optim.SGD([net.weight], lr=0.1)
@@ -396,6 +427,7 @@ ROWS: Mapping[str, Row] = {
     "used as a whole, in a closure": Row(_tied, REFUSED, _by_closure),
     "used without gradient": Row(_without_gradient, REFUSED),
     "used as a whole, the table frozen": Row(_frozen_and_used, REFUSED),
+    "looked up on one replica alone": Row(_on_one_alone),
     "used where another one looks up": Row(partial(_on_another, looks_up=0), REFUSED),
     "used where another one looks up, before": Row(partial(_on_another, looks_up=1), REFUSED),
     "used where another one looks up, without a step": Row(partial(_on_another, looks_up=1), REFUSED, _without_step),
@@ -405,9 +437,25 @@ ROWS: Mapping[str, Row] = {
     "used by a view from before": Row(_view_before, REFUSED),
     "used by torch.asarray": Row(partial(_read, read=_copied), REFUSED),
     "used by new_tensor": Row(partial(_read, read=lambda weight: weight.new_empty(0).new_tensor(weight)), REFUSED),
-    "used by torch.tensor, imported": Row(partial(_read, read=lambda weight: tensor(weight)), REFUSED),
+    "used by torch.tensor, imported": Row(partial(_read, read=copied), REFUSED),
     "used by an assignment to .data": Row(partial(_read, read=_assigned), REFUSED),
     "used by as_subclass": Row(partial(_read, read=lambda weight: weight.as_subclass(torch.Tensor)), REFUSED),
+    "used by torch.DoubleTensor": Row(partial(_read, read=lambda weight: torch.DoubleTensor(weight)), REFUSED, runs=1),
+    "used by DLPack from before": Row(
+        partial(_alias_before, alias=lambda weight: torch.from_dlpack(weight.detach())), REFUSED, runs=1
+    ),
+    "used by NumPy from before": Row(_array_before, REFUSED),
+    "used by NumPy from before, in the first run": Row(_array_before, REFUSED, runs=1),
+    "used by an attribute from before the run": Row(_attribute, REFUSED, optimizer=_with_alias),
+    "used by an attribute from before, in the second run": Row(
+        partial(_later, use=_attribute), REFUSED, optimizer=_with_alias
+    ),
+    "used by a view from before, in the second run": Row(partial(_later, use=_view_before), REFUSED),
+    "used by torch.asarray, in the second run": Row(partial(_later, use=partial(_read, read=_copied)), REFUSED),
+    "used by new_tensor, in the second run": Row(
+        partial(_later, use=partial(_read, read=lambda weight: weight.new_empty(0).new_tensor(weight))), REFUSED
+    ),
+    "a hook is registered": Row(_hooked),
     "a buffer is looked up": Row(_buffer, OF_BUFFER),
     "used by a view from before, in the first run": Row(_view_before, REFUSED, runs=1),
     "used by .data from before, in the first run": Row(
@@ -428,6 +476,13 @@ ROWS: Mapping[str, Row] = {
 }
 
 COLUMNS = tuple(NETS)
+CAUSES = {"1": "of what nobody knows to be a table before its first lookup of all, NumPy's arrays may be read then"}
+UNSEEN = refused(
+    UnsupportedError,
+    rf"{REFUSED.says}|"
+    r"looks rows of \w+\.weight .* up with max_norm, and not on every replica.* Give max_norm by its name",
+    "in the first run nobody knows what has used a table before it is known to be one",
+)
 
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 
@@ -462,130 +517,25 @@ def _check(row: Row, column: str, place: str) -> None:
         assert_close(dict(net.state_dict()), dict(plain.state_dict()))
 
 
-UNSAID = {
-    "used by .data from before, in the first run": places.TORCHRUN,
-    "used by detach() from before, in the first run": places.TORCHRUN,
-    "used where another one looks up, before, in the first run": PLACES,
-}
-"""Where a table has to be known before its first lookup. In one process the second replica knows it by then."""
-CAUSES = {"1": "in the first run, what nobody can know to be a table before its first lookup is used by then, or taken"}
-
-
 def _expected(row: str, column: str, place: str) -> Expected:
-    return known_wrong("1") if column == POSITION and place in UNSAID.get(row, ()) else ROWS[row].expected
+    """Where the code does not say what is a table, the first run has to find out. In one process the second replica
+    knows it."""
+    if column == POSITION and "another one looks up" in row:
+        return UNSEEN
+    if column == POSITION and row == "looked up on one replica alone" and place in places.TORCHRUN:
+        return UNSEEN
+    if column == POSITION and row == "used by NumPy from before, in the first run" and place in places.TORCHRUN:
+        return known_wrong("1")
+    return ROWS[row].expected
 
 
 def cells() -> Iterator[Cell]:
     for row_name, row in ROWS.items():
         for column in COLUMNS:
             for place in PLACES:
-                yield Cell(
-                    row_name, column, place, partial(_check, row, column, place), _expected(row_name, column, place)
-                )
+                check = partial(_check, row, column, place)
+                yield Cell(row_name, column, place, check, _expected(row_name, column, place))
 
-
-def _install_central_unmerged(self: Components) -> None:
-    with patch.object(Components, "merge_rows", lambda self: None):
-        _install_central(self)
-
-
-_install_central = Components.install_central
-
-
-class _Forgets(list[None]):
-    def append(self, one: None) -> None:
-        pass
-
-
-# -- planted faults --------------------------------------------------------------------------------------------------
-
-
-FAULTS = (
-    PlantedFault(
-        "no use is refused",
-        switched_off(scaling_lookups._Group, "ask", lambda self, *call: None),
-        cells_at("used without gradient", "nn.Embedding", "mirrored x2"),
-    ),
-    PlantedFault(
-        "between processes no use is refused",
-        switched_off(scaling_lookups._Group, "ask", lambda self, *call: None),
-        cells_at("used without gradient", "nn.Embedding", "torchrun mirrored"),
-    ),
-    PlantedFault(
-        "a function that is compiled in a run keeps its lookups",
-        switched_off(_functional_private, "is_compiler_at_work", lambda: False),
-        cells_at("looked up and used in a compiled function", POSITION),
-    ),
-    PlantedFault(
-        "views are tensors like others",
-        switched_off(scaling_lookups, "share_storage", lambda one, other: False),
-        cells_at("used by a view from before", "nn.Embedding"),
-    ),
-    PlantedFault(
-        "lookups with any norm are alike",
-        switched_off(scaling_lookups._Group, "is_alike", lambda self, norm: True),
-        cells_at("looked up with another norm", "functional.embedding"),
-    ),
-    PlantedFault(
-        "rows that a closure's lookups have scaled stay each replica's own",
-        switched_off(Components, "merge_rows_in_turn", lambda self: None),
-        cells_at("a closure", "nn.Embedding"),
-    ),
-    PlantedFault(
-        "between processes rows that a closure's lookups have scaled stay each rank's own",
-        switched_off(StepLevels, "level_edits", lambda self, elsewhere, call: None),
-        cells_at("a closure", "nn.Embedding", "torchrun mirrored"),
-    ),
-    PlantedFault(
-        "a merge_call goes on with the rows that the first replica has scaled",
-        switched_off(Components, "install_central", _install_central_unmerged),
-        cells_at("a merge_call", "nn.Embedding"),
-    ),
-    PlantedFault(
-        "what makes tensors of others asks nobody",
-        switched_off(scaling_lookups, "have_readers_ask", lambda kind: lambda: None),
-        (
-            *cells_at("used by torch.asarray", "nn.Embedding", "mirrored x2"),
-            *cells_at("used by new_tensor", "nn.Embedding", "mirrored x2"),
-        ),
-    ),
-    PlantedFault(
-        "a function that has been compiled keeps its lookups",
-        switched_off(_functional_private, "_compiled_lookups", _Forgets()),
-        cells_at("looked up and used in a function compiled before", POSITION, "mirrored x2"),
-    ),
-    PlantedFault(
-        "ranks do not tell what they have used tables for",
-        switched_off(scaling_lookups, "uses_of", lambda uses, keys: {}),
-        (
-            *cells_at("used where another one looks up", "nn.Embedding", "torchrun mirrored"),
-            *cells_at("used where another one looks up, without a step", "nn.Embedding", "torchrun mirrored"),
-        ),
-    ),
-    PlantedFault(
-        "ranks do not hear of tables that others look up",
-        switched_off(scaling_lookups.ScalingLookups, "hear_of", lambda self, key: None),
-        cells_at("used where another one looks up", POSITION, "torchrun mirrored"),
-    ),
-    PlantedFault(
-        "nobody looks for views that are there already",
-        switched_off(scaling_lookups, "_views_of", lambda tables: []),
-        cells_at("used by a view from before, in the first run", POSITION, "torchrun mirrored"),
-    ),
-    PlantedFault(
-        "nobody looks into the code of a step",
-        switched_off(scaling_lookups, "_may_scale", lambda code: False),
-        (
-            *cells_at("used by .data from before, in the first run", "functional.embedding", "torchrun mirrored"),
-            *cells_at("used where another one looks up, before, in the first run", "functional.embedding"),
-        ),
-    ),
-    PlantedFault(
-        "a buffer is a table like others",
-        switched_off(scaling_lookups.ScalingLookups, "_refuse_buffers", lambda self, table: None),
-        cells_at("a buffer is looked up", "nn.Embedding", "mirrored x2"),
-    ),
-)
 
 TABLE = Table(
     name="scaled_tables",
@@ -597,7 +547,7 @@ TABLE = Table(
         "a merge_call | functional.embedding | mirrored x2",
         "used as a whole, in a closure | functional.embedding | torchrun central_storage",
     ),
-    faults=FAULTS,
     causes=CAUSES,
+    faults=FAULTS,
     alike=places.launch_of,
 )

@@ -113,6 +113,8 @@ hooks_after_step: Callable[[torch.optim.Optimizer], dict[int, object]] = operato
 ragged_dim: Callable[[torch.Tensor], int] = operator.attrgetter("_ragged_idx")
 """Of a nested tensor: which of its dimensions has other sizes."""
 
+Operator: Any = look_up("_ops.OpOverload")
+"""What dispatch modes get, but for operators of higher order."""
 schema_of: Callable[[object], torch.FunctionSchema] = operator.attrgetter("_schema")
 """What an operator takes, and which of it it changes."""
 

@@ -395,3 +395,8 @@ def _for_one(watcher: Watcher, hook: Callable[..., object]) -> Callable[..., obj
 told_hook = _telling(register_hook, untold_hook)
 told_post_accumulate_grad_hook = _telling(register_post_accumulate_grad_hook, untold_post_accumulate_grad_hook)
 """What is in the place of PyTorch's own once anybody watches."""
+
+REGISTERS_HOOK = frozenset(
+    {register_hook, register_post_accumulate_grad_hook, told_hook, told_post_accumulate_grad_hook}
+)
+"""What a class of tensors may be asked about where a hook is registered on one."""

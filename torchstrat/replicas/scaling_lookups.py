@@ -1,11 +1,4 @@
-"""Tables with ``max_norm``, of which a step's lookups scale rows in place while it goes forward.
-
-Each replica scales the rows of its own ids. A single device would have scaled all of these, so all of them count: a row
-that another replica has scaled down is taken from there, where other edits of parameters are the first replica's. Such
-a row is known by what it is, the same one times a number below 1: `torch.nn.functional.embedding` may have been called
-by anybody's module, and there may be no copy left of what was there before.
-
-What else uses such a table is refused (`ScalingLookups`).
+"""Tables with ``max_norm``, of which a step's lookups scale rows in place: what else uses one is refused.
 
 One device scales the rows of the whole batch before anything else reads the table (``hidden @ table.weight.T``, a norm
 of it). Each replica has scaled only those of its own part by then, and would read others. So in a run such a table is
@@ -18,24 +11,23 @@ Tables of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` are known when a run 
 Where the code of a step names such a lookup, any matrix may be a table in its first run.
 
 Nor may a replica that looks nothing up use a table in which another one has looked rows up by then. Replicas in
-processes of their own tell each other when they bring scaled rows together.
+processes of their own tell each other when they bring scaled rows together. One that has not known a table before has
+not seen what it has used it for, so that counts as a use.
 
-Not told: what asks no class (C++ extensions, ``from torch import tensor`` before the run); and of a table in none of
-these modules, of which no code says that it is one (`_may_scale`), before its first lookup in any run (in another
-process: in that run), what other replicas have done, and what ``.data`` has given.
+What asks no class is found by the table's memory (`table_memory`), in the first run of a step, for that costs each
+operator: ``torch.DoubleTensor(table)``, C++ extensions.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,153 +41,21 @@ from torchstrat.core._functional_private import (
 )
 from torchstrat.core._torch_private import (
     DisableTorchFunctionSubclass,
-    base_of,
     foreach_div_,
     foreach_mul_,
     is_compiler_at_work,
-    is_view,
     new_hook_key,
     own_parameters,
     share_storage,
     uncompiled_because,
 )
 from torchstrat.core.context import get_replica_context
-from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_bytes import overlap
+from torchstrat.core.gradients import REGISTERS_HOOK
 from torchstrat.core.tensor_classes import NEEDS_NO_VALUES, asking_class, methods, tensors_in
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
-from torchstrat.replicas.exchange import broadcast_tensors
-from torchstrat.replicas.state import TensorSlot
-
-Rows = tuple[int, torch.Tensor, torch.Tensor]
-"""The number of a table, which of its rows, and what they are."""
-
-LOOKED_UP = ""
-Uses = Mapping[int, str]
-"""The number of a table → what this replica has used it for where it has not `LOOKED_UP` rows."""
-
-
-class UsesOfTables(Protocol):
-    """What the step has done with tables that scale rows on this replica, since rows were last brought together."""
-
-    def of(self, key: int) -> str | None:
-        """With the one of this ``id``: what `Uses` has; None: nothing."""
-
-    def hear_of(self, key: int) -> None:
-        """A replica has looked rows up in the one of this ``id``: it is one from the next run on."""
-
-    def refused(self, key: int, by: str) -> UnsupportedError:
-        """What there is to say of a use where another replica has looked rows up."""
-
-
-def scaling_tables(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """torch's tables that scale rows."""
-    return [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None]
-
-
-def renormed_weights(modules: Iterable[nn.Module]) -> set[int]:
-    """``id`` of the weights of `scaling_tables`."""
-    return {id(own_parameters(module).get("weight")) for module in scaling_tables(modules)}
-
-
-def may_be_table(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and tensor.is_floating_point() and tensor.layout == torch.strided
-
-
-def scaled_rows(first: torch.Tensor, other: torch.Tensor, *, is_known: bool) -> torch.Tensor:
-    """The numbers of the rows, all (rows, width), that ``other`` has times a number between 0 and 1.
-
-    ``is_known``: to be a table that scales rows. Else it may be any matrix that a replica's own code has scaled, of
-    which every row is another one, by one number; and one of width 1 could not be told from noise.
-    """
-    (rows,) = (first != other).any(dim=1).nonzero(as_tuple=True)
-    if not len(rows) or not (is_known or first.shape[1] > 1):
-        return rows[:0]
-    whole, part = first[rows].double(), other[rows].double()
-    norms, shrunk = whole.norm(dim=1), part.norm(dim=1)
-    scales, tolerance = shrunk / norms, 8 * torch.finfo(first.dtype).eps
-    if not is_known and len(rows) == len(first) and float(scales.max() - scales.min()) <= tolerance:
-        return rows[:0]
-    off = (part - scales[:, None] * whole).abs().amax(dim=1)
-    return rows[(shrunk < norms) & (shrunk > 0) & (off <= tolerance * norms)]
-
-
-def uses_of(uses: UsesOfTables | None, keys: Iterable[int]) -> Uses:
-    """Of the tables with these ``id``, by their places among them."""
-    if uses is None:
-        return {}
-    found = ((number, uses.of(key)) for number, key in enumerate(keys))
-    return {number: use for number, use in found if use is not None}
-
-
-def require_lookups_alone(uses: UsesOfTables | None, keys: Sequence[int], everyone: Iterable[Uses]) -> None:
-    """``everyone``: what each rank has found. Raises on all of them alike where one has used what another has looked
-    rows up in."""
-    told = [item for one in everyone for item in one.items()]
-    if uses is None or not told:
-        return
-    looked_up = {number for number, use in told if use == LOOKED_UP}
-    for number in looked_up:
-        uses.hear_of(keys[number])
-    for number, use in told:
-        if use != LOOKED_UP and number in looked_up:
-            raise uses.refused(keys[number], use)
-
-
-def level(
-    communicator: Communicator, tensors: Sequence[torch.Tensor], known: Container[int], call: str, own_uses: Uses
-) -> tuple[set[int], list[Uses]]:
-    """Overwrite ``tensors`` with the first rank's, but for rows that others have scaled; the numbers of the tensors
-    that have such rows, and all ranks' uses. All ranks call it, with the same ones in one order. ``known``: the numbers
-    of those that are known to be tables that scale rows."""
-    own = {number: tensor.clone() for number, tensor in enumerate(tensors) if may_be_table(tensor)}
-    broadcast_tensors(communicator, tensors, 0, call)
-    if not own:
-        return set(), []
-    mine: list[Rows] = []
-    for number, before in own.items():
-        rows = scaled_rows(tensors[number], before, is_known=number in known)
-        if len(rows) or len(scaled_rows(before, tensors[number], is_known=number in known)):  # or the first rank's own
-            mine.append((number, rows.cpu(), before[rows].cpu()))
-    everyone = communicator.all_gather_object((mine, own_uses), call)
-    put_rows(tensors, [rows for rows, _ in everyone])
-    return {number for rows, _ in everyone for number, _, _ in rows}, [uses for _, uses in everyone]
-
-
-def put_rows(tensors: Sequence[torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:
-    """Where several replicas have scaled a row they have scaled it alike. One that stands here scaled further is kept:
-    the rows that come may have been told from what was there before edits that all have made."""
-    for told in everyone:
-        for number, rows, values in told:
-            tensor = tensors[number]
-            rows, values = rows.to(tensor.device), values.to(tensor.device)
-            smaller = values.double().norm(dim=1) < tensor[rows].double().norm(dim=1)
-            tensor[rows[smaller]] = values[smaller]
-
-
-def has_scaled_rows(slot: TensorSlot, replicas: list[int]) -> bool:
-    """Whether one replica has what another has but for some rows, which it has scaled."""
-    editors = [replica for replica in replicas if slot.is_edited(replica)]
-    if not editors or not may_be_table(slot.tensor):
-        return False
-    first = slot.data[replicas[0]]
-    others = [slot.data[replica].to(first.device) for replica in replicas[1:]]
-    pairs = [pair for one in others if one.shape == first.shape for pair in ((first, one), (one, first))]
-    return any(len(scaled_rows(*pair, is_known=False)) for pair in pairs)
-
-
-def rows_scaled_by_others(
-    slot: TensorSlot, replicas: list[int], modules: Callable[[], Iterable[nn.Module]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Which rows of the first one's component, and the component from which each is to be taken."""
-    mine, editors = slot.data[replicas[0]], [replica for replica in replicas[1:] if slot.is_edited(replica)]
-    is_known = bool(editors) and id(slot.tensor) in renormed_weights(modules())
-    for replica in editors:
-        theirs = slot.data[replica].to(mine.device)
-        if theirs.shape == mine.shape and len(rows := scaled_rows(mine, theirs, is_known=is_known)):
-            yield rows, theirs
-
+from torchstrat.replicas.renormed_rows import LOOKED_UP, UNSEEN, may_be_table, scaling_tables
+from torchstrat.replicas.table_memory import MemoryUses, aliases_of, is_array, is_part_of
 
 Norm = tuple[float, float]
 """``max_norm`` and ``norm_type`` of a lookup."""
@@ -207,20 +67,39 @@ Refuse = Callable[[torch.Tensor, str], UnsupportedError]
 class _Group:
     """A table and its views, as one replica has them."""
 
-    __slots__ = ("_is_inside", "_is_levelled", "_is_paused", "_members", "_norm", "_refuse", "has_looked_up", "used_by")
+    __slots__ = (
+        "_is_inside",
+        "_is_levelled",
+        "_is_paused",
+        "_lent",
+        "_members",
+        "_norm",
+        "_refuse",
+        "has_looked_up",
+        "used_by",
+    )
 
-    def __init__(self, tensors: Iterable[torch.Tensor], refuse: Refuse) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], refuse: Refuse, used_by: str = "") -> None:
         self._members: list[tuple[weakref.ref[torch.Tensor], type]] = []
+        self._lent: list[tuple[weakref.ref[object], str]] = []  # what is no tensor, and shows the memory of one
         self._refuse = refuse
+        self.has_looked_up = False
+        """Whether there has been a lookup since what replicas have scaled was last brought together."""
+        self.used_by = used_by
+        """What has used the table otherwise since, before any lookup."""
+        self._start()
+        for tensor in tensors:
+            self.add(tensor)
+
+    def _start(self) -> None:
         self._norm: Norm | str = _NOT_YET
         self._is_paused = self._is_levelled = False
         self._is_inside = False  # a lookup that has scaled rows and not yet read them
-        self.has_looked_up = False
-        """Whether there has been a lookup since what replicas have scaled was last brought together."""
-        self.used_by = ""
-        """What has used the table otherwise since, before any lookup."""
-        for tensor in tensors:
-            self.add(tensor)
+
+    def begin_run(self) -> None:
+        """Another run begins, in which its views are what they are."""
+        self._start()
+        self._lent, self.has_looked_up, self.used_by = [], False, ""
 
     def add(self, tensor: torch.Tensor, *, as_parameter: bool = False) -> None:
         key, kind = id(tensor), nn.Parameter if as_parameter else type(tensor)
@@ -236,6 +115,19 @@ class _Group:
 
     def has(self, tensor: torch.Tensor) -> bool:
         return any(one() is tensor for one, _ in self._members)
+
+    def lend(self, value: object, by: str) -> None:
+        """``by`` has given what shows the memory, and will ask nobody."""
+        self._lent.append((weakref.ref(value), by))
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The first of them."""
+        return self._members[0][0]() if self._members else None
+
+    @property
+    def members(self) -> list[torch.Tensor]:
+        return [one for reference, _ in self._members if (one := reference()) is not None]
 
     @property
     def ids(self) -> set[int]:
@@ -295,6 +187,9 @@ class _Group:
     def look_up(self, norm: Norm) -> None:
         """A lookup has scaled rows, and is about to read them."""
         self._norm, self._is_inside, self.has_looked_up = norm, True, True
+        by = next((by for reference, by in self._lent if reference() is not None), None)
+        if by is not None:
+            raise self.refuse(by)
 
     def is_alike(self, norm: tuple[object, object]) -> bool:
         """Whether all lookups so far have been with this norm."""
@@ -323,9 +218,15 @@ class _Group:
             return
         raise self._refuse(table, name)
 
+    def use(self, by: str) -> None:
+        """Something has used the table's values, and asked nobody."""
+        if self.is_used:
+            raise self.refuse(by)
+        self.used_by = self.used_by or by
+
     def refuse(self, by: str) -> UnsupportedError:
         """What there is to say of such a use by this replica."""
-        table = self._members[0][0]()
+        table = self.table
         assert table is not None, "a member that is no more is forgotten"
         return self._refuse(table, by)
 
@@ -344,6 +245,7 @@ _ASKS_FORM = frozenset(
         *methods("new_zeros", "new_ones", "new_empty", "new_full", "is_same_size", "data_ptr"),
     }
 )
+_NEEDS_NO_VALUES = NEEDS_NO_VALUES | REGISTERS_HOOK
 _DIFFERENTIATES = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
@@ -363,7 +265,7 @@ class _Asks(torch.Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func in NEEDS_NO_VALUES or is_compiler_at_work():  # what is compiled leaves the call itself to Python
+        if func in _NEEDS_NO_VALUES or is_compiler_at_work():  # what is compiled leaves the call itself to Python
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with ExitStack() as stack:
@@ -378,6 +280,8 @@ class _Asks(torch.Tensor):
                 stack.enter_context(DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
             for tensor, group in groups.values():
+                if is_array(result):
+                    group.lend(result, getattr(func, "__name__", str(func)))
                 for made in tensors_in(result):
                     if share_storage(made, tensor) and not group.has(made):
                         group.add(made, as_parameter=_is_for_parameter(func))
@@ -393,39 +297,55 @@ class _Asks(torch.Tensor):
             return copy.deepcopy(self, memo)
 
 
-def _is_part_of(one: torch.Tensor, table: torch.Tensor) -> bool:
-    return share_storage(one, table) and overlap(one, table)
-
-
-def _views_of(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views that the program has already made of a table, which nobody has known until now."""
-    known = {id(table) for table in tables}
-    found = [one for one in gc.get_objects() if type(one) is torch.Tensor and is_view(one)]
-    return [one for one in found if id(base_of(one)) in known and id(one) not in known]
-
-
 _OF_LOOKUPS = frozenset({"embedding", "embedding_bag"})
 
 
+def _looks_up(code: CodeType) -> bool:
+    """Whether it names such a function."""
+    return not _OF_LOOKUPS.isdisjoint(_words(code))
+
+
 def _may_scale(code: CodeType) -> bool:
-    """Whether it names such a lookup, and ``max_norm`` as a variable, an attribute or an argument."""
-    words = [*code.co_names, *code.co_varnames]
+    """Whether it names one, and ``max_norm`` as a variable, an attribute or an argument."""
+    return "max_norm" in _words(code) and _looks_up(code)
+
+
+def _words(code: CodeType) -> list[object]:
+    words: list[object] = [*code.co_names, *code.co_varnames]
     for one in code.co_consts:
         words += one if isinstance(one, tuple) else (one,)
-    return "max_norm" in words and not _OF_LOOKUPS.isdisjoint(words)
+    return words
+
+
+@contextmanager
+def _within(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class ScalingLookups:
     """Of one strategy."""
 
-    def __init__(self, strategy: object, num_replicas: int, registry: VariableRegistry) -> None:
+    def __init__(
+        self,
+        strategy: object,
+        num_replicas: int,
+        registry: VariableRegistry,
+        inner: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        """``inner``: the tensors by which the strategy itself has the memory of variables."""
         self._strategy, self._num_replicas, self._registry = strategy, num_replicas, registry
+        self._inner = inner
         self._key = new_hook_key()
         self._others = WeakOrdered()  # tables in no module of torch's
         self._modules: tuple[int, list[weakref.ref[nn.Module]]] = (-1, [])  # with the registry's count of changes
         self._groups: dict[int, list[_Group]] = {}  # by replica
+        self._last: dict[int, list[_Group]] = {}  # those of the last run
         self._replicas: list[int] = []
-        self._over: list[_Group] = []  # those of the last run
+        self._begun: set[int] = set()  # those that have had a turn
+        self._seen: set[CodeType] = set()  # of steps that have been looked at
+        self._code: Sequence[CodeType] = ()
+        self._is_first = self._has_come_up = False
         self._end_asking: Callable[[], None] | None = None
         if num_replicas > 1:
             watch_scaling_lookups()
@@ -434,16 +354,59 @@ class ScalingLookups:
         """A run of these begins."""
         if self._num_replicas == 1:
             return
-        self._replicas, self._over = list(replicas), []
+        self._replicas, self._begun, last = list(replicas), set(), self._last
+        self._last = {}
         put_lookup_hook(self._key, self._note)
+        known = self._known()
+        if not known:
+            return
+        aliases = aliases_of(known, self._inner()) if self._is_first_run() else [[] for _ in known]
+        for replica in self._replicas:
+            before = {id(group.table): group for group in last.get(replica, ())}
+            self._groups[replica] = groups = []
+            for table, others in zip(known, aliases, strict=True):
+                group = before.get(id(table)) or self._group([table])
+                group.begin_run()
+                for one in others:
+                    if not group.has(one):
+                        group.add(one)
+                groups.append(group)
+        self._have_readers_ask()
+
+    def around(self, inner: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        """What to call the step in, of which ``inner`` is a part: in its first run, and in the one after that in which
+        a table has come up, its operators are looked at."""
+        if self._num_replicas == 1 or not (self._registry.new_code or self._has_come_up):
+            return inner
+        has_come_up, self._has_come_up = self._has_come_up, False
+        if has_come_up or (self._is_first_run() and (self._known() or any(map(_looks_up, self._registry.new_code)))):
+            return _within(inner, MemoryUses(self._hear_of_use, _Asks))
+        return inner
+
+    def _known(self) -> list[torch.Tensor]:
+        """What is, or may be, a table when a run begins."""
         if self._modules[0] != self._registry.changes:
             found = scaling_tables(self._registry.modules())
             self._modules = self._registry.changes, [weakref.ref(one) for one in found]
         candidates = self._candidates()
-        if self._modules[1] or self._others.count or candidates:
-            known = {id(table): table for table in (*self._tables(), *candidates)}.values()
-            self._groups = {replica: [self._group([table]) for table in known] for replica in self._replicas}
-            self._have_readers_ask()
+        if not (self._modules[1] or self._others.count or candidates):
+            return []
+        return list({id(table): table for table in (*self._tables(), *candidates)}.values())
+
+    def _is_first_run(self) -> bool:
+        """Whether the step has code that none has had before. One that is made anew for each run has not."""
+        code = self._registry.new_code
+        if code is not self._code:
+            self._code, self._is_first = code, not self._seen.issuperset(code)
+            self._seen.update(code)
+        return self._is_first
+
+    def _hear_of_use(self, tensors: list[torch.Tensor], by: str) -> None:
+        """An operator uses these. Where a class has been asked about it, the table does not ask now."""
+        asking = {id(group) for group in tuple(_asking.values())}
+        for group in [one for one in self._all() if id(one) in asking]:
+            if any(is_part_of(tensor, member) for tensor in tensors for member in group.members):
+                group.use(by)
 
     def _tables(self) -> Iterator[torch.Tensor]:
         """Those that are known."""
@@ -475,17 +438,17 @@ class ScalingLookups:
             found = self._used_elsewhere(self._all())
             for group in self._all():
                 group.pause(is_levelled=True)  # for good: a replica may still be in what it has been stopped in
-            self._groups, self._over = {}, list(self._all())
+            self._groups, self._last = {}, self._groups
         return found
 
     def of(self, key: int) -> str | None:
         """Of the only replica of this process, in a run or right after it; see `UsesOfTables`."""
-        group = next((one for one in (*self._all(), *self._over) if key in one.ids), None)
-        return None if group is None else LOOKED_UP if group.has_looked_up else group.used_by or None
+        groups = itertools.chain.from_iterable((self._groups or self._last).values())
+        group = next((one for one in groups if key in one.ids), None)
+        return UNSEEN if group is None else LOOKED_UP if group.has_looked_up else group.used_by or None
 
     def hear_of(self, key: int) -> None:
-        if self.of(key) is None:
-            self._others.add(next(one for one in self._registry.tensors() if id(one) == key))
+        self._others.add(next(one for one in self._registry.tensors() if id(one) == key))
 
     def refused(self, key: int, by: str) -> UnsupportedError:
         return self._refused(next(one for one in self._registry.tensors() if id(one) == key), by)
@@ -503,6 +466,8 @@ class ScalingLookups:
 
     def switch(self, replica: int | None) -> None:
         """It is the turn of this one; None: all stand still, and what any has looked up asks."""
+        if replica is not None:
+            self._begun.add(replica)
         if self._groups:
             for group in self._all():
                 group.lift()
@@ -527,8 +492,8 @@ class ScalingLookups:
     def _all(self) -> Iterator[_Group]:
         return itertools.chain.from_iterable(self._groups.values())
 
-    def _group(self, tensors: Iterable[torch.Tensor]) -> _Group:
-        return _Group(tensors, self._refused)
+    def _group(self, tensors: Iterable[torch.Tensor], used_by: str = "") -> _Group:
+        return _Group(tensors, self._refused, used_by)
 
     def _note(self, table: torch.Tensor, max_norm: float, norm_type: float) -> None:
         context = get_replica_context()
@@ -542,11 +507,14 @@ class ScalingLookups:
             if not shown and table.is_leaf:  # what a replica has for itself is its own affair
                 return
             meant = list({id(one): one for one in (*shown, table)}.values())
-            group = self._group([*meant, *(_views_of(shown) if shown else ())])  # known from now on
+            aliases = aliases_of(shown, (*self._inner(), *meant)) if shown else []
+            group = self._group({id(one): one for one in itertools.chain(meant, *aliases)}.values())  # from now on
             groups.append(group)
+            self._has_come_up = True
             for replica in self._replicas if shown else ():
                 if replica != context.replica_id_in_sync_group:
-                    self._groups.setdefault(replica, []).append(self._group(shown))
+                    unseen = UNSEEN if replica in self._begun else ""
+                    self._groups.setdefault(replica, []).append(self._group(shown, unseen))
             self._have_readers_ask()
         elif self._registry.new_code:
             self._variables_of(table)
@@ -555,7 +523,7 @@ class ScalingLookups:
 
     def _refuse_buffers(self, table: torch.Tensor) -> None:
         for slot in self._registry.buffer_slots():
-            if slot.tensor is table or (slot.tensor is not None and _is_part_of(slot.tensor, table)):
+            if slot.tensor is table or (slot.tensor is not None and is_part_of(slot.tensor, table)):
                 raise UnsupportedError(
                     f"the step looks rows up with max_norm in {type(slot.module).__name__}.{slot.name}, a buffer. A "
                     f"lookup scales rows in place, and each of {self._num_replicas} replicas only those of its own part"
@@ -567,13 +535,20 @@ class ScalingLookups:
         """Those whose memory a table shares. One without any a replica may have computed from a variable."""
         copied, variables = self._registry.copied(), self._registry.tensors()
         with DisableTorchFunctionSubclass():
-            shown = [one for one in variables if one is table or _is_part_of(one, table)]
+            shown = [one for one in variables if one is table or is_part_of(one, table)]
         shown = [one for one in shown if id(one) not in copied]
         for one in shown:
             self._others.add(one)
         return shown
 
     def _refused(self, table: torch.Tensor, by: str) -> UnsupportedError:
+        if by == UNSEEN:
+            return UnsupportedError(
+                f"the step looks rows of {self._registry.describe(table)} up with max_norm, and not on every replica. "
+                "Nothing has said before that it is such a table, so what the other replicas have used it for has not "
+                "been seen, and they may have used rows as they were before scaling. Give max_norm by its name: "
+                "torch.nn.functional.embedding(ids, table, max_norm=1.0), or torch.nn.Embedding(…, max_norm=1.0)."
+            )
         return UnsupportedError(
             f"{self._registry.describe(table)} has max_norm, and the step uses it as a whole ({by}) beside looking "
             f"rows up. A lookup scales rows in place, and each of {self._num_replicas} replicas only those of its own "

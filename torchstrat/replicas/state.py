@@ -337,6 +337,11 @@ class TensorSlot:
         changed = {r: grad.to(dtype) for r, grad in self.grads.items() if grad is not None and grad.dtype != dtype}
         self.grads.update(changed)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those by which replicas' components are held here."""
+        return [one for one in (*self.data.values(), self.agreed, self.unedited) if one is not None]
+
     def is_edited(self, replica: int) -> bool:
         """Whether that replica's component was edited in place since all were equal. For parked slots."""
         return self.versions[replica] != self.version

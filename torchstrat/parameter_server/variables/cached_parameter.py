@@ -241,7 +241,7 @@ _aliases: dict[int, Alias] = {}
 @_torch_private.uncompiled
 def _ask(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
-    if func in _REGISTERS_HOOK and isinstance(args[0], nn.Parameter):
+    if func in gradients.REGISTERS_HOOK and isinstance(args[0], nn.Parameter):
         raise UnsupportedError(
             "a hook was registered on a parameter that lives on parameter servers. It would not run on the workers, "
             "which have parameters of their own. Register it in the function, or change the gradients there between "
@@ -291,14 +291,6 @@ def _tell_of_gradient(parameter: object, caller: FrameType) -> None:
             told(parameter)
 
 
-_REGISTERS_HOOK = frozenset(
-    {
-        gradients.register_hook,
-        gradients.register_post_accumulate_grad_hook,
-        gradients.told_hook,
-        gradients.told_post_accumulate_grad_hook,
-    }
-)
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of the class
 
 

@@ -13,6 +13,7 @@ being overwritten.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
@@ -151,6 +152,10 @@ class CentralParameters:
     def places(self) -> list[tuple[int, Place]]:
         """Of those that are not staged, with their ``id``, in one order on all ranks."""
         return [(key, home.place) for key, home in self._homes.items()]
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Those by which the memory of parameters is held here."""
+        return itertools.chain.from_iterable((home.place.shown, home.place.written) for home in self._homes.values())
 
     def moved_in(self) -> list[torch.Tensor]:
         tensors = (home.reference() for home in self._homes.values())

@@ -93,7 +93,12 @@ class InProcessReplicas(ReplicaEngine):
         self._newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._differing = DifferingEdits(self.registry.describe)
-        self._lookups = ScalingLookups(strategy, len(devices) if local is None else 1, self.registry)
+        self._lookups = ScalingLookups(
+            strategy,
+            len(devices) if local is None else 1,
+            self.registry,
+            lambda: (one for slot in self._components.slots() for one in slot.tensors),
+        )
         self._steps: InProcessSteps | LocalSteps
         if local is not None:
             self._steps = LocalSteps(self._rounds, self._components, new_hook_key())
@@ -253,7 +258,7 @@ class InProcessReplicas(ReplicaEngine):
     def _run_replicas(
         self, baton: Baton, weights: StepWeights, fn: Callable[..., object], inputs: dict[int, Any]
     ) -> dict[int, object]:
-        state = ThreadState(self.registry.thread_locals())
+        state: ThreadState
         first = weights.active[0]
 
         def body(replica: int) -> object:
@@ -269,7 +274,8 @@ class InProcessReplicas(ReplicaEngine):
 
         try:
             # It looks for programs to which combining gradients does something else than they mean.
-            with nullcontext() if self._rounds else self._losses.around(weights):
+            with nullcontext() if self._rounds else self._lookups.around(self._losses.around(weights)):
+                state = ThreadState(self.registry.thread_locals())
                 results = baton.run(
                     body,
                     begin=lambda: self._begin(baton, weights),

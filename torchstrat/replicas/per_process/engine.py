@@ -49,8 +49,9 @@ from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, left
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
+from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Newborn, Roster, Rosters, parameters_of
-from torchstrat.replicas.scaling_lookups import ScalingLookups, renormed_weights
+from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings, compare
 
@@ -92,8 +93,9 @@ class PerProcessReplica(ReplicaEngine):
         self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
-        self._lookups = ScalingLookups(strategy, communicator.size, self.registry)
         self._storage = CentralStorage.of(communicator, copies) if central else None
+        inner = tuple if self._storage is None else self._storage.parameters.tensors
+        self._lookups = ScalingLookups(strategy, communicator.size, self.registry, inner)
         if self._storage is not None:
             self._storage.uses = self._lookups
             self._storage.tables = lambda: renormed_weights(self.registry.modules())
@@ -429,7 +431,7 @@ class PerProcessReplica(ReplicaEngine):
         self._lookups.switch(me)
         try:
             own_args, own_kwargs = inputs_of(me, args, kwargs)
-            losses = self._losses.around(weights)
+            losses = self._lookups.around(self._losses.around(weights))
             if isinstance(losses, nullcontext) and not self._has_step_context:
                 with self._entering:  # nearly always; entering what does nothing takes its time, too
                     result = fn(*own_args, **own_kwargs)
