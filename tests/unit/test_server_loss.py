@@ -199,8 +199,22 @@ CALLS: dict[str, tuple[Callable[[Program], Any], Any]] = {
     "optimizer": (lambda running: running.optimizer.state_dict()["state"][0]["sum"].sum(), EVERY),
     "a part of a checkpoint": (lambda running: restore_a_part(running, running.checkpoint, only="total"), True),
     "a checkpoint of less": (lambda running: restore_a_part(running, ts.Checkpoint(total=running.total)), True),
+    "modules that are made": (lambda running: make_parameters(running), 8.0),
+    "variables that are made": (lambda running: make_variables(running), 10.0),
     "data": (lambda running: running.coordinator.create_per_worker_dataset(lambda: iter([1])) and None, None),
 }
+
+
+def make_parameters(running: Program) -> float:
+    with running.strategy.scope():
+        made = nn.ParameterList(nn.Parameter(torch.full((2,), 1.0)) for _ in range(4))
+    return sum(float(one.detach().sum()) for one in made)
+
+
+def make_variables(running: Program) -> float:
+    with running.strategy.scope():
+        made = [ts.Variable(2.5) for _ in range(4)]
+    return sum(float(one) for one in made)
 
 
 def restore_a_part(running: Program, checkpoint: ts.Checkpoint, **options: Any) -> bool:

@@ -327,11 +327,11 @@ class ClusterCoordinator:
         """Say from what ``ParameterServerStrategy(on_server_loss="restore")`` restores.
 
         When a server dies, something starts it again (`torchstrat launch`, Kubernetes), empty. The next call of this
-        process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading or writing variables,
-        restoring a part of a checkpoint) waits until all of them are there, takes **all** of them, and every object of
-        ``checkpoint``, back to the newest checkpoint that is intact, and goes on. Nothing that was trained since stays,
-        on any server. If another server is lost meanwhile, it begins again. For the program it is as if the call had
-        been made just before the loss:
+        process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading, writing or making
+        variables, `release`, restoring a part of a checkpoint) waits until all of them are there, takes **all** of
+        them, and every object of ``checkpoint``, back to the newest checkpoint that is intact, and goes on. Nothing
+        that was trained since stays, on any server. If another server is lost meanwhile, it begins again. For the
+        program it is as if the call had been made just before the loss:
 
         - Functions that were queued or running are cancelled, the one of the `schedule` that restores included: their
           `RemoteValue` raises `CancelledByServerLossError`. Who fetches results has to expect that.
@@ -492,7 +492,7 @@ class ClusterCoordinator:
         or a module around it that is not released with it, an iterator of a dataset. `WrongTypeError` for anything
         else, `InvalidArgumentError` for what was not made with this coordinator's strategy.
         """
-        self._job.commit()
+        self._job.servers.asking(self._job.commit)
         with self._dispatcher.unfinished() as works:
             release(objects, self._job, engine_of(self.strategy).registry, works)
 

@@ -388,9 +388,10 @@ class Job:
 
     def add_variable(self, spec: VariableSpec, value: torch.Tensor) -> None:
         """A `ts.Variable`: on the servers from the moment it is made."""
-        self._standalone[spec.number] = spec
         parts = pieces(spec, value.detach())
-        self._create([NewShard(spec, number, part.cpu().contiguous()) for number, part in enumerate(parts)])
+        new = [NewShard(spec, number, part.cpu().contiguous()) for number, part in enumerate(parts)]
+        self.servers.asking(lambda: self._create(new))
+        self._standalone[spec.number] = spec  # only now: a restore meanwhile would make it, of zeros
 
     def _tell_default_dtype(self) -> None:
         dtype = torch.get_default_dtype()
@@ -454,12 +455,13 @@ class Job:
             for shard in described["held"]
         }
         new, lost = [], []
+        never_made = {spec.number for spec in self.variables.to_create()}
         for spec in self._specs():
             missing = [number for number in range(len(spec.shards)) if (spec.number, number) not in held]
             has_value = spec.number not in to_be_restored and self.variables.tensor(spec.number) is not None
             zeros = (InitialOp("zero_", ()),)
             new += [self._new_shard(spec, n) if has_value else NewShard(spec, n, None, zeros) for n in missing]
-            if spec.number not in to_be_restored and spec.kind != "buffer":
+            if spec.number not in (*to_be_restored, *never_made) and spec.kind != "buffer":
                 lost += [spec.name] if any(spec.shards[n].server in started_again for n in missing) else []
         self._create(new)
         self._default_dtype = None

@@ -240,7 +240,7 @@ class CoordinatorHome(ServerHome):
         """What was made in it goes to the servers, when the outermost one was left."""
         if not self._scopes:
             self.job.seed = torch.initial_seed()
-            self.job.commit()
+            self.job.servers.asking(self.job.commit)
             self._hook_state_dicts()
 
     def _note_member(self, module: nn.Module, name: str, member: object) -> None:
