@@ -72,7 +72,7 @@ PARTS = dict(
 )
 """By name, which is also that of the files in outputs/soak."""
 
-OTHERS = "--matrix (every Python and PyTorch), ./scripts/chaos, ./scripts/mutants"
+OTHERS = "--matrix (every Python and PyTorch), ./scripts/chaos (300 kills of all roles), ./scripts/mutants"
 
 
 def main() -> int:

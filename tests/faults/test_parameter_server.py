@@ -297,7 +297,7 @@ def chaos(*options: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
         check=False,
     )
 
@@ -306,7 +306,7 @@ def chaos(*options: str) -> subprocess.CompletedProcess[str]:
 def test_a_small_chaos() -> None:
     shared = hasattr(os, "memfd_create") and os.environ.get("TORCHSTRAT_SAME_HOST") != "off"
     drawn = (*phases.PHASES, phases.WRITING_GRADIENTS) if shared else phases.PHASES
-    ended = chaos("--kills", str(2 * len(drawn)))
+    ended = chaos("--roles", "worker", "--kills", str(2 * len(drawn)))
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lost: 0; duplicated: 0; where nothing belongs: 0" in ended.stdout
@@ -314,8 +314,17 @@ def test_a_small_chaos() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.deadline(900)
+def test_a_small_chaos_of_all_roles() -> None:
+    ended = chaos("--kills", "40")
+    print(ended.stdout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "lost: 0; duplicated: 0; where nothing belongs: 0" in ended.stdout
+
+
+@pytest.mark.soak
 def test_the_same_chaos_without_the_servers_records_counts_twice() -> None:
-    ended = chaos("--kills", "12", "--without-exactly-once")
+    ended = chaos("--roles", "worker", "--kills", "12", "--without-exactly-once")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(r"lost: 0; duplicated: [1-9]", ended.stdout), ended.stdout + ended.stderr
     assert "FAILED: values deviate" in ended.stdout
