@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from tests.matrix.table import PlantedFault, cells_at, switched_off
 from torchstrat.core import _functional_private
-from torchstrat.replicas import renormed_rows, scaling_lookups
+from torchstrat.replicas import scaling_lookups, table_memory
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.per_process.step_policies import StepLevels
 
@@ -82,7 +82,7 @@ FAULTS = (
     ),
     PlantedFault(
         "ranks do not tell what they have used tables for",
-        switched_off(renormed_rows, "uses_of", lambda uses, keys: {}),
+        switched_off(table_memory, "uses_of", lambda uses, keys: {}),
         (
             *cells_at("used where another one looks up", "nn.Embedding", "torchrun mirrored"),
             *cells_at("used where another one looks up, without a step", "nn.Embedding", "torchrun mirrored"),

@@ -54,8 +54,16 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import REGISTERS_HOOK
 from torchstrat.core.tensor_classes import NEEDS_NO_VALUES, asking_class, methods, tensors_in
 from torchstrat.core.variables import VariableRegistry, WeakOrdered
-from torchstrat.replicas.renormed_rows import LOOKED_UP, UNSEEN, may_be_table, scaling_tables
-from torchstrat.replicas.table_memory import MemoryUses, aliases_of, is_array, is_part_of
+from torchstrat.replicas.table_memory import (
+    LOOKED_UP,
+    UNSEEN,
+    MemoryUses,
+    aliases_of,
+    is_array,
+    is_part_of,
+    may_be_table,
+    scaling_tables,
+)
 
 Norm = tuple[float, float]
 """``max_norm`` and ``norm_type`` of a lookup."""

@@ -1,26 +1,175 @@
-"""Tables by their memory: who else shows it, and operators that use it without asking the class of any tensor.
+"""The memory of tables of which lookups with ``max_norm`` scale rows, in place, while a step goes forward: which rows
+have been scaled, and what else shows or uses that memory.
+
+Each replica scales the rows of its own ids. A single device would have scaled all of these, so all of them count: a row
+that another replica has scaled down is taken from there, where other edits of parameters are the first replica's. Such
+a row is known by what it is, the same one times a number below 1: `torch.nn.functional.embedding` may have been called
+by anybody's module, and there may be no copy left of what was there before.
 
 `scaling_lookups` has a table's class ask about its uses. What shows the same memory by another tensor
-(`torch.Tensor.data`, ``torch.DoubleTensor(table)``, ``tensor.data = table``, DLPack, NumPy), was bound before the run
-(``from torch import tensor``), or calls operators from C++, asks nobody.
+(`torch.Tensor.data`, ``torch.DoubleTensor(table)``, ``tensor.data = table``, DLPack, NumPy), or calls operators from
+C++, asks nobody: operators are heard of, and compared by the memory of their arguments.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, Operator, is_compiler_at_work, schema_of
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    Operator,
+    is_compiler_at_work,
+    own_parameters,
+    schema_of,
+)
+from torchstrat.core.engine import Communicator
+from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.reachable import has_address
 from torchstrat.core.tensor_bytes import overlap
 from torchstrat.core.tensor_classes import tensors_in
+from torchstrat.replicas.exchange import broadcast_tensors
+from torchstrat.replicas.state import TensorSlot
+
+Rows = tuple[int, torch.Tensor, torch.Tensor]
+"""The number of a table, which of its rows, and what they are."""
+
+LOOKED_UP = ""
+UNSEEN = "whatever it was"
+"""Of what this replica has not known to be a table, and so has not seen what it has used it for."""
+Uses = Mapping[int, str]
+"""The number of a table → what this replica has used it for where it has not `LOOKED_UP` rows."""
+
+
+class UsesOfTables(Protocol):
+    """What the step has done with tables that scale rows on this replica, since rows were last brought together."""
+
+    def of(self, key: int) -> str | None:
+        """With the one of this ``id``: what `Uses` has, `UNSEEN` among it; None: nothing."""
+
+    def hear_of(self, key: int) -> None:
+        """A replica has looked rows up in the one of this ``id``: it is one from the next run on."""
+
+    def refused(self, key: int, by: str) -> UnsupportedError:
+        """What there is to say of a use where another replica has looked rows up."""
+
+
+def scaling_tables(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """torch's tables that scale rows."""
+    return [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None]
+
+
+def renormed_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """``id`` of the weights of `scaling_tables`."""
+    return {id(own_parameters(module).get("weight")) for module in scaling_tables(modules)}
+
+
+def may_be_table(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.is_floating_point() and tensor.layout == torch.strided
+
+
+def scaled_rows(first: torch.Tensor, other: torch.Tensor, *, is_known: bool) -> torch.Tensor:
+    """The numbers of the rows, all (rows, width), that ``other`` has times a number between 0 and 1.
+
+    ``is_known``: to be a table that scales rows. Else it may be any matrix that a replica's own code has scaled, of
+    which every row is another one, by one number; and one of width 1 could not be told from noise.
+    """
+    (rows,) = (first != other).any(dim=1).nonzero(as_tuple=True)
+    if not len(rows) or not (is_known or first.shape[1] > 1):
+        return rows[:0]
+    whole, part = first[rows].double(), other[rows].double()
+    norms, shrunk = whole.norm(dim=1), part.norm(dim=1)
+    scales, tolerance = shrunk / norms, 8 * torch.finfo(first.dtype).eps
+    if not is_known and len(rows) == len(first) and float(scales.max() - scales.min()) <= tolerance:
+        return rows[:0]
+    off = (part - scales[:, None] * whole).abs().amax(dim=1)
+    return rows[(shrunk < norms) & (shrunk > 0) & (off <= tolerance * norms)]
+
+
+def uses_of(uses: UsesOfTables | None, keys: Iterable[int]) -> Uses:
+    """Of the tables with these ``id``, by their places among them."""
+    if uses is None:
+        return {}
+    found = ((number, uses.of(key)) for number, key in enumerate(keys))
+    return {number: use for number, use in found if use is not None}
+
+
+def require_lookups_alone(uses: UsesOfTables | None, keys: Sequence[int], everyone: Iterable[Uses]) -> None:
+    """``everyone``: what each rank has found. Raises on all of them alike where one has used what another has looked
+    rows up in."""
+    told = [item for one in everyone for item in one.items()]
+    if uses is None or not told:
+        return
+    looked_up = {number for number, use in told if use == LOOKED_UP}
+    for number in looked_up:
+        uses.hear_of(keys[number])
+    for number, use in told:
+        if use != LOOKED_UP and number in looked_up:
+            raise uses.refused(keys[number], use)
+
+
+def level(
+    communicator: Communicator, tensors: Sequence[torch.Tensor], known: Container[int], call: str, own_uses: Uses
+) -> tuple[set[int], list[Uses]]:
+    """Overwrite ``tensors`` with the first rank's, but for rows that others have scaled; the numbers of the tensors
+    that have such rows, and all ranks' uses. All ranks call it, with the same ones in one order. ``known``: the numbers
+    of those that are known to be tables that scale rows."""
+    own = {number: tensor.clone() for number, tensor in enumerate(tensors) if may_be_table(tensor)}
+    broadcast_tensors(communicator, tensors, 0, call)
+    if not own:
+        return set(), []
+    mine: list[Rows] = []
+    for number, before in own.items():
+        rows = scaled_rows(tensors[number], before, is_known=number in known)
+        if len(rows) or len(scaled_rows(before, tensors[number], is_known=number in known)):  # or the first rank's own
+            mine.append((number, rows.cpu(), before[rows].cpu()))
+    everyone = communicator.all_gather_object((mine, own_uses), call)
+    put_rows(tensors, [rows for rows, _ in everyone])
+    return {number for rows, _ in everyone for number, _, _ in rows}, [uses for _, uses in everyone]
+
+
+def put_rows(tensors: Sequence[torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:
+    """Where several replicas have scaled a row they have scaled it alike. One that stands here scaled further is kept:
+    the rows that come may have been told from what was there before edits that all have made."""
+    for told in everyone:
+        for number, rows, values in told:
+            tensor = tensors[number]
+            rows, values = rows.to(tensor.device), values.to(tensor.device)
+            smaller = values.double().norm(dim=1) < tensor[rows].double().norm(dim=1)
+            tensor[rows[smaller]] = values[smaller]
+
+
+def has_scaled_rows(slot: TensorSlot, replicas: list[int]) -> bool:
+    """Whether one replica has what another has but for some rows, which it has scaled."""
+    editors = [replica for replica in replicas if slot.is_edited(replica)]
+    if not editors or not may_be_table(slot.tensor):
+        return False
+    first = slot.data[replicas[0]]
+    others = [slot.data[replica].to(first.device) for replica in replicas[1:]]
+    pairs = [pair for one in others if one.shape == first.shape for pair in ((first, one), (one, first))]
+    return any(len(scaled_rows(*pair, is_known=False)) for pair in pairs)
+
+
+def rows_scaled_by_others(
+    slot: TensorSlot, replicas: list[int], modules: Callable[[], Iterable[nn.Module]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Which rows of the first one's component, and the component from which each is to be taken."""
+    mine, editors = slot.data[replicas[0]], [replica for replica in replicas[1:] if slot.is_edited(replica)]
+    is_known = bool(editors) and id(slot.tensor) in renormed_weights(modules())
+    for replica in editors:
+        theirs = slot.data[replica].to(mine.device)
+        if theirs.shape == mine.shape and len(rows := scaled_rows(mine, theirs, is_known=is_known)):
+            yield rows, theirs
+
+
+# -- who else shows it, and operators that use it ---------------------------------------------------------------------
 
 
 def is_part_of(one: torch.Tensor, table: torch.Tensor) -> bool:

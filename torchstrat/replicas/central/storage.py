@@ -28,7 +28,7 @@ from torchstrat.distributed.collectives.shared_memory.device_copies import Devic
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.state import CentralState, Made, Part, Work, portions, tensors_of
-from torchstrat.replicas.renormed_rows import (
+from torchstrat.replicas.table_memory import (
     Rows,
     UsesOfTables,
     may_be_table,

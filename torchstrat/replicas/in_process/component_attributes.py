@@ -35,8 +35,7 @@ from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.core.reachable import is_made
 from torchstrat.replicas import optimizer_state
-from torchstrat.replicas.in_process.replaced_members import ReplacedMembers
-from torchstrat.replicas.in_process.told_attributes import SHARED, NumberOfMaker, tell
+from torchstrat.replicas.in_process.members import SHARED, NumberOfMaker, ReplacedMembers, tell
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
 from torchstrat.replicas.state import SEQUENCES, is_container, private_value, reference_of_entry, trace
 

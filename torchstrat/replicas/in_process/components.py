@@ -26,7 +26,6 @@ from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.engine import PlainTensors
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
-from torchstrat.replicas.renormed_rows import has_scaled_rows, may_be_table, renormed_weights, rows_scaled_by_others
 from torchstrat.replicas.state import (
     CommonStorages,
     TensorSlot,
@@ -36,6 +35,7 @@ from torchstrat.replicas.state import (
     sample,
     settle,
 )
+from torchstrat.replicas.table_memory import has_scaled_rows, may_be_table, renormed_weights, rows_scaled_by_others
 
 CENTRAL = -1
 """The place of the central components where no replica computes on the device that holds them."""

@@ -33,13 +33,13 @@ from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tensor_classes import memory_of, whole_value_of
 from torchstrat.core.variables import BufferSlot, Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import fingerprint
-from torchstrat.replicas import renormed_rows
+from torchstrat.replicas import table_memory
 from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.exchange import broadcast_tensors
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
-from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import is_memory, sample
+from torchstrat.replicas.table_memory import renormed_weights
 
 Prints = dict[int, float]
 """Of parameters' entries, by the parameter's place."""
@@ -238,7 +238,7 @@ class ParameterEdits:
     """
 
     def __init__(
-        self, modules: Callable[[], Iterable[nn.Module]] = tuple, uses: renormed_rows.UsesOfTables | None = None
+        self, modules: Callable[[], Iterable[nn.Module]] = tuple, uses: table_memory.UsesOfTables | None = None
     ) -> None:
         self._modules, self._uses = modules, uses
         self.state = StateEdits()
@@ -318,9 +318,9 @@ class ParameterEdits:
         known = renormed_weights(self._modules())
         numbers = {number for number, tensor in enumerate(tensors) if id(tensor) in known}
         keys, memory = [id(tensor) for tensor in tensors], [tensor.data for tensor in tensors]
-        own_uses = renormed_rows.uses_of(self._uses, keys)
-        scaled, uses = renormed_rows.level(communicator, memory, numbers, call, own_uses)
-        renormed_rows.require_lookups_alone(self._uses, keys, uses)
+        own_uses = table_memory.uses_of(self._uses, keys)
+        scaled, uses = table_memory.level(communicator, memory, numbers, call, own_uses)
+        table_memory.require_lookups_alone(self._uses, keys, uses)
         return [tensors[number] for number in sorted(scaled)]
 
 

@@ -49,11 +49,11 @@ from torchstrat.replicas.optimizer_step import OptimizerStep, StepsOutside, left
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
-from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Newborn, Roster, Rosters, parameters_of
 from torchstrat.replicas.scaling_lookups import ScalingLookups
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings, compare
+from torchstrat.replicas.table_memory import renormed_weights
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 
