@@ -57,7 +57,7 @@ def test_an_exception_of_a_step_shows_the_steps_frames_and_five_of_ours(strategy
     ours = names(error, ours=True)
     assert len(ours) == tracebacks.MOST_FRAMES
     assert ours[:2] == ["run", "_run_on_engine"]
-    assert ours[-1] == "_call"  # of thread_state, which calls the step
+    assert ours[-1] == "_note_left"  # of thread_state, which calls the step
     # A post-mortem can go to the frames of the step.
     found = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is inner.__code__]
     assert [frame.f_locals["depth"] for frame in found] == [3, 2, 1, 0]

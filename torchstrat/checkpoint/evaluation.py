@@ -301,7 +301,7 @@ class SidecarEvaluator:
     def __init__(
         self,
         model_fn: Callable[[], nn.Module] | nn.Module,
-        data: Iterable[Any],
+        data: Iterable[object],
         checkpoint_dir: str | os.PathLike[str],
         *,
         evaluate_fn: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None,

@@ -95,7 +95,7 @@ def reads(
         comparison.missing(NAME)
     wants: list[Want] = [(Piece(path, ()), None) for path in paths]
 
-    def put(values: Sequence[Any]) -> None:
+    def put(values: Sequence[object]) -> None:
         tree = unflatten(dict(zip(paths, values, strict=True)), depth=1)
         _load_process(tree.get(f"process_{rank}", {}))
         for number, strategy in enumerate(strategies_of(objects)):

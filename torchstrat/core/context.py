@@ -345,7 +345,7 @@ class ReplicaContext:
 class _Fields(NamedTuple):
     experimental_enable_dynamic_batch_size: bool
     experimental_bucketizing_dynamic_shape: bool
-    experimental_xla_options: Any
+    experimental_xla_options: object
 
 
 class RunOptions(_Fields):

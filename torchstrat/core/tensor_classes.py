@@ -59,7 +59,7 @@ def has_memory(kind: type, piece: Callable[[Any], torch.Tensor]) -> None:
     _memory[kind] = piece
 
 
-def memory_of(value: Any) -> Any:
+def memory_of(value: object) -> Any:
     """What the engine looks at, where the program may have a tensor that stands for the whole: the piece. Of all else,
     itself."""
     piece = _memory.get(type(value))

@@ -563,7 +563,7 @@ class VariableRegistry:
         self.changes += 1
         return forgotten
 
-    def helpers(self) -> list[Any]:
+    def helpers(self) -> list[object]:
         """Optimizers, schedulers and gradient scalers."""
         return list(self._helpers)
 

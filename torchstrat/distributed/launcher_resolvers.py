@@ -73,7 +73,7 @@ def role_counts(jobs: Any) -> dict[str, int]:
     return dict(jobs)
 
 
-def require_number(name: str, value: Any, least: int) -> None:
+def require_number(name: str, value: object, least: int) -> None:
     """Raises `ClusterConfigError` unless argument ``name`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ClusterConfigError(f"{name}={value!r} must be a whole number of at least {least}.")

@@ -32,7 +32,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class _Digest(NamedTuple):
-    found: list[Any]
+    found: list[object]
     """All that there is in the groups, the lists of parameters among it."""
     number: float
     tensors: list[torch.Tensor]
@@ -45,7 +45,7 @@ _digests: weakref.WeakKeyDictionary[Optimizer, _Digest] = weakref.WeakKeyDiction
 class Difference(NamedTuple):
     group: int
     name: str
-    first: Any
+    first: object
     other: Any
 
 
@@ -261,7 +261,7 @@ class LeaderView(_View):
     def __contains__(self, key: object) -> bool:
         return key in self.shared.real
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.shared.real)
 
     def __len__(self) -> int:
@@ -308,7 +308,7 @@ class ReplicaView(_View):
     def __contains__(self, key: object) -> bool:
         return self.own[key] is not None if key in self.own else self._theirs(key) is not _MISSING
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         keys = [*self.shared.real, *self.shared.before, *self.own]
         return iter([key for key in {id(key): key for key in keys}.values() if key in self])
 

@@ -295,7 +295,7 @@ class _Asks(torch.Tensor):
                         group.add(made, as_parameter=_is_for_parameter(func))
             return result
 
-    def as_subclass(self, cls: type[Any]) -> Any:
+    def as_subclass(self, cls: type[object]) -> Any:
         return type(self).__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:

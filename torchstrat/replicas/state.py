@@ -534,7 +534,7 @@ def reference_of_entry(owner: object, entries: dict[int, Any]) -> weakref.ref[An
     are by `id`: tensors define ``==`` otherwise than by identity."""
     key = id(owner)
 
-    def forget(reference: weakref.ref[Any]) -> None:
+    def forget(reference: weakref.ref[object]) -> None:
         if key in entries and entries[key].reference is reference:
             del entries[key]
 

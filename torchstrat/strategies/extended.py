@@ -147,7 +147,7 @@ def _update_non_slot(strategy: StrategyLike, fn: _Function, args: _Args, kwargs:
 def _once(strategy: StrategyLike, fn: _Function, args: _Args, kwargs: _Kwargs, group: bool) -> object:
     central = placement_of(strategy) is VariablePlacement.CENTRAL
 
-    def first(leaf: Any) -> Any:
+    def first(leaf: object) -> Any:
         if not isinstance(leaf, PerReplica | Mirrored):
             return leaf
         value = leaf.values[0]
@@ -269,7 +269,7 @@ class StrategyExtended:
 
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[object, object]]
-    ) -> list[Any]:
+    ) -> list[object]:
         """`reduce_to` for each ``(value, destinations)`` pair, in order."""
         context.require_cross(self._strategy, "batch_reduce_to")
         op = ReduceOp.parse(reduce_op)

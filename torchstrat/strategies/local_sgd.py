@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import final
 
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
@@ -51,7 +51,7 @@ class LocalSGDStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[object] | None = None,
         *,
         period: int = 8,
         timeout: timedelta = DEFAULT_TIMEOUT,

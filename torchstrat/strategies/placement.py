@@ -104,7 +104,7 @@ def place_replicas(
     collectives: str,
     *,
     logical: LogicalLayout | None = None,
-    resolver: Any = None,
+    resolver: object = None,
     argument: str = "devices",
 ) -> None:
     """Give ``strategy`` its engine, and what says where all is: one replica in each process of the ``plan``, or, in a

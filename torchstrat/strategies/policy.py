@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from torchstrat.core.context import engine_of
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
@@ -46,7 +45,7 @@ __all__ = [
 def place(
     strategy: Strategy,
     policy: UpdatePolicy,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[object] | None = None,
     *,
     gradient_reduce_op: ReduceOp | str = "mean",
     timeout: timedelta = DEFAULT_TIMEOUT,

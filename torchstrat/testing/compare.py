@@ -207,7 +207,7 @@ def _run(program: _Program, strategy: Strategy | None, traced: int | None = None
     return recording
 
 
-def _bound(step: Callable[[Any, Any], object], built: object) -> Callable[[Any], object]:
+def _bound(step: Callable[[Any, Any], object], built: object) -> Callable[[object], object]:
     """The step as a function of a batch, which closes over the program as a user's does."""
     return lambda batch: step(built, batch)
 

@@ -223,7 +223,7 @@ class PlainAttributes:
         )
 
 
-def _put(members: dict[str, Any], name: str, value: Any) -> None:
+def _put(members: dict[str, Any], name: str, value: object) -> None:
     """A list or dictionary stays the same object, as where steps write to it."""
     there = members.get(name)
     if type(value) is type(there) is list:

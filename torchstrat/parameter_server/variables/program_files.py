@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.messages import SetAttribute
-from torchstrat.parameter_server.serialization.closure_walk import functions_of, is_own_file, names_in
+from torchstrat.parameter_server.serialization.closure_walk import functions_of, is_library, is_own_file, names_in
 from torchstrat.parameter_server.serialization.plain import is_fixed, is_plain
 from torchstrat.parameter_server.variables.attributes import KnownNamespace, contents_of, set_there
 
@@ -291,15 +291,18 @@ class _Code:
                 continue
             met.add(id(value))
             if isinstance(value, type):
+                if is_library(value.__module__):  # made by a function of PyTorch's (a parametrization's)
+                    continue
                 code = {name: one for name, one in vars(value).items() if any(map(_is_function, functions_of(one)))}
                 yield partial(_of_class, value, [*code])
                 pending += [fn for one in code.values() for fn in functions_of(one)]
                 pending += value.__mro__
             else:
                 space = value.__globals__
-                names = [name for name in names_in(value.__code__) if name in space and not _is_module(space[name])]
-                yield partial(_of_globals, space, names)
-                pending += map(space.get, names)
+                if not is_library(space.get("__name__")):  # a wrapper of PyTorch's has the program's function in a cell
+                    names = [name for name in names_in(value.__code__) if name in space and not _is_module(space[name])]
+                    yield partial(_of_globals, space, names)
+                    pending += map(space.get, names)
                 if value.__closure__:
                     yield partial(_of_cells, value.__closure__)
                     pending += _of_cells(value.__closure__)

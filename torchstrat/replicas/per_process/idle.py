@@ -395,7 +395,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class _Attribute(NamedTuple):
-    value: Any
+    value: object
     content: bytes
 
 

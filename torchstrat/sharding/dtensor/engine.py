@@ -184,7 +184,7 @@ class LogicalReplicas(PerProcessReplica):
         self.variables = CutVariables(self.registry, devices, None if rules is None else rules.sharding_for)
         self._unchecked_rules = rules
         self._surroundings = StepSurroundings(self.registry, self.variables)
-        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[object] = weakref.WeakSet()
         self.assign = Assignments(
             "all logical devices of a replica run the same program, and a tensor cannot be kept to one of them"
         ).assign
@@ -253,7 +253,7 @@ class LogicalReplicas(PerProcessReplica):
 
     # -- run --------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, object]) -> Any:
+    def run(self, fn: Callable[..., Any], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
         adopted = self.registry.adopt(fn, leaves)
         if adopted:

@@ -93,7 +93,7 @@ def take_states(optimizer: torch.optim.Optimizer, variables: _Variables, devices
                 )
 
 
-def _take(entries: dict[Any, Any], name: Any, cut: Cut, devices: LogicalDevices) -> None:
+def _take(entries: dict[Any, Any], name: object, cut: Cut, devices: LogicalDevices) -> None:
     value = entries[name]
     with DisableTorchFunctionSubclass():
         memory = memory_of(value)
@@ -152,7 +152,7 @@ class _Asking:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: object, args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         name = getattr(func, "__name__", "")
         is_write = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
@@ -172,7 +172,7 @@ class _Asking:
             memo[id(self)] = self._plain().clone()
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self._plain().__reduce_ex__(protocol)
 
 

@@ -101,7 +101,7 @@ def _moved(tensor: torch.Tensor, args: Sequence[object], kwargs: dict[str, objec
 
 
 @rule("full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
-def made_like(call: Call, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def made_like(call: Call, input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Random numbers are drawn for the whole tensor, as dropout draws."""
     if kwargs.get("requires_grad"):
         raise call.refused("would be a leaf that requires gradients; leave requires_grad out")
