@@ -46,7 +46,7 @@ from tests.matrix.table import (
 from torchstrat.core.buffer_rules import BufferRules
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.errors import UnsupportedError
-from torchstrat.replicas import optimizer_state, scaling_lookups
+from torchstrat.replicas import optimizer_state, table_memory
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers, KeptAttributes
@@ -684,7 +684,7 @@ FAULTS = (
     ),
     PlantedFault(
         "between processes rows that a lookup has scaled are the first rank's",
-        switched_off(scaling_lookups, "scaled_rows", lambda first, other, *, is_known: torch.zeros(0).long()),
+        switched_off(table_memory, "scaled_rows", lambda first, other, *, is_known: torch.zeros(0).long()),
         cells_at("table with max_norm", "checkpointed", "torchrun mirrored"),
     ),
     PlantedFault(

@@ -132,3 +132,12 @@ def test_lookups_outside_of_runs_and_of_one_replica_are_pytorchs():
         assert plain.weight.norm() < _table().weight.norm()
     with opened_with_table("mirrored x1") as (strategy, table):
         assert strategy.run(lambda: (look_up(table), table.weight.norm().detach())[1]) > 0
+
+
+def test_a_tensor_without_memory_that_something_keeps_is_passed_over():
+    traced = torch.zeros(6, 3)
+    torch._C._set_throw_on_mutable_data_ptr(traced)  # as PyTorch's compiler does with what it traces with
+    with opened_with_table() as (strategy, table):
+        strategy.run(lambda: look_up(table))
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        traced.data_ptr()

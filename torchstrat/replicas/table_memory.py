@@ -175,7 +175,10 @@ def rows_scaled_by_others(
 def is_part_of(one: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether they have memory in common, whatever of PyTorch's objects holds it."""
     with DisableTorchFunctionSubclass():
-        return has_address(one) and has_address(table) and overlap(one, table)
+        try:
+            return has_address(one) and has_address(table) and overlap(one, table)
+        except RuntimeError:  # it has none: PyTorch's compiler traces with it
+            return False
 
 
 def aliases_of(tables: Sequence[torch.Tensor], but: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
