@@ -79,3 +79,19 @@ def test_a_function_of_a_file_that_is_replaced_is_warned_of_once(monkeypatch: py
             warnings.simplefilter("error")
             monkeypatch.setattr(parameter_servers, "states_are_close", list)
             program.run(dict)
+
+
+def test_a_tensor_around_a_function_that_it_changes_is_warned_of_once() -> None:
+    average, factor = torch.zeros(3), torch.ones(3)
+
+    def follow() -> None:
+        average.mul_(0.9).add_(factor)
+
+    with on_servers(Model) as program:
+        with pytest.warns(UserWarning, match=r"has changed a tensor of shape \(3,\), .* Each worker has a copy"):
+            program.run(follow)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            program.run(follow)
+            program.run(lambda: factor + 1)
+    assert average.tolist() == [0.0] * 3

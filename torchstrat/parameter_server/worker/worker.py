@@ -8,13 +8,16 @@ import gc
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
+import torch
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import local_devices, torch_device
 from torchstrat.core.errors import (
@@ -495,6 +498,7 @@ class _Session:
                 result = self._executor.call(run, lambda: self._load(self._codes[code], arguments), seed, rested=rested)
             finally:
                 self._settings.put_back()
+                self._codes[code].warn_of_changes()
             return result if type(result) in PLAIN_RESULTS else pack_result(result, self._world)
         except ParameterServerUnavailable as error:
             index, cause = error.task.index, error.__cause__
@@ -515,8 +519,8 @@ class _Session:
     ) -> tuple[Any, tuple[object, ...], dict[str, object], Iterable[object], set[int]]:
         phases.reached(phases.UNPICKLING)
         if not code.is_loaded:
-            code.function, code.captured = unpack(code.packed, self._world), self._captured(code.packed.tokens)
-            code.is_loaded = True
+            code.load(self._world)
+            code.captured = self._captured(code.packed.tokens)
         if isinstance(arguments, bytes):
             (args, kwargs), captured = self._world.unpickle_plain(arguments, "args"), code.captured
         else:
@@ -552,3 +556,23 @@ class _Code:
         self.captured: list[object] = []
         self.learned: set[int] = set()
         """Numbers of variables that it has used without having been seen to reach them."""
+        self._plain: list[tuple[torch.Tensor, int]] = []
+        """Tensors that came with it, which are this worker's own, and their versions."""
+
+    def load(self, world: World) -> None:
+        self.function, self.is_loaded = unpack(self.packed, world), True
+        tensors = self.packed.tensors[: len(self.packed.tensors) - self.packed.buffers]
+        self._plain = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def warn_of_changes(self) -> None:
+        for tensor, version in self._plain:
+            if version_of(tensor) != version:
+                self._plain = []
+                warnings.warn(
+                    f"{self.packed.what} has changed a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, in place "
+                    "that lies outside of it. Each worker has a copy of its own, and the coordinator's stays as it was."
+                    " Make it a buffer of a module, or a ts.Variable, within the strategy's scope, or return what it "
+                    "becomes. (Further ones are not warned of.)",
+                    stacklevel=2,
+                )
+                return
