@@ -292,7 +292,10 @@ class Training:
             results_of(values)
         except ts.errors.ParameterServerUnavailable as error:
             self._require_a_restore(error)
-        if not self._went_back:
+        if self._went_back:  # in the midst: some of the functions may have come after that
+            self.coordinator.join(JOIN_SECONDS)
+            self._told("side begins")
+        else:
             self._told("side is", int(path.name.removeprefix("step-")), SIDE_FUNCTIONS)
 
     def _try_a_model(self, *, is_released: bool) -> None:

@@ -140,7 +140,7 @@ class Ledger:
         self.left_behind += finished is None
         if finished is not None:
             held = np.stack(values).astype(np.float64)
-            self.now = State(held, frozenset() if now.whole else now.open, None if now.side is None else int(side))
+            self.now = State(held, frozenset() if now.whole else now.open, int(side))
             if found == Deviations() and finished != (filled := np.count_nonzero(held.any(0))):
                 self.problems.append(f"the dataset has {finished} finished rows, and {filled} places are filled")
         return found

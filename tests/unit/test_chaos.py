@@ -166,3 +166,14 @@ def test_the_side_variable_goes_back_alone() -> None:
     ledger.side_went_back(2, 3)
     assert ledger.look(values(0, 1), 5.0, 2) == Deviations(lost=1)
     assert ledger.look(values(0, 1), 5.0, 2) == NONE
+
+
+def test_the_side_variable_is_known_again_from_what_is_there_at_rest() -> None:
+    ledger = Ledger(2)
+    ledger.saving(1)
+    ledger.saved(1)
+    ledger.side_begins()
+    ledger.restored(1)
+    ledger.side_begins()  # some of its functions may have come after that
+    assert ledger.look([np.zeros(2)], 2.0, 0) == Deviations()
+    assert ledger.look([np.zeros(2)], 3.0, 0) == Deviations(duplicated=1)

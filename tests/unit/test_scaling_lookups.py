@@ -13,6 +13,8 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import torchstrat as ts
 from tests.support.replicas import opened
@@ -141,3 +143,31 @@ def test_a_tensor_without_memory_that_something_keeps_is_passed_over():
         strategy.run(lambda: look_up(table))
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         traced.data_ptr()
+
+
+def test_operators_are_looked_at_where_a_step_may_look_up_rows_itself():
+    """And not for each layer that is called so."""
+    seen: list[bool] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(6, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            seen.append(bool(_get_current_dispatch_mode_stack()))
+            return self.embedding(ids)
+
+    class OfFunctions(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            seen.append(bool(_get_current_dispatch_mode_stack()))
+            return F.embedding(ids, self.embedding.weight) + nn.functional.embedding(ids, self.embedding.weight)
+
+    for kind, expected in ((Net, False), (OfFunctions, True)):
+        strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+        with strategy.scope():
+            net = kind()
+        strategy.run(lambda net=net: net(torch.tensor([1, 2])))
+        strategy.close()
+        assert seen == [expected] * 2
+        seen.clear()

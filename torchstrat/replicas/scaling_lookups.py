@@ -21,6 +21,7 @@ operator: ``torch.DoubleTensor(table)``, C++ extensions.
 from __future__ import annotations
 
 import copy
+import dis
 import itertools
 import sys
 import weakref
@@ -309,13 +310,28 @@ _OF_LOOKUPS = frozenset({"embedding", "embedding_bag"})
 
 
 def _looks_up(code: CodeType) -> bool:
-    """Whether it names such a function."""
-    return not _OF_LOOKUPS.isdisjoint(_words(code))
+    """Whether it names such a function of a module's, and not a member of an object (``self.embedding(ids)``)."""
+    if _OF_LOOKUPS.isdisjoint(_words(code)):
+        return False
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval in _OF_LOOKUPS and not (before is not None and _loads_object(before)):
+            return True
+        before = instruction
+    return False
+
+
+def _loads_object(instruction: dis.Instruction) -> bool:
+    """Whether what it loads is no module, as far as its name tells."""
+    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return bool(instruction.argval != "functional")
+    return instruction.opname.startswith("LOAD_FAST")
 
 
 def _may_scale(code: CodeType) -> bool:
     """Whether it names one, and ``max_norm`` as a variable, an attribute or an argument."""
-    return "max_norm" in _words(code) and _looks_up(code)
+    words = _words(code)
+    return "max_norm" in words and not _OF_LOOKUPS.isdisjoint(words)
 
 
 def _words(code: CodeType) -> list[object]:

@@ -30,6 +30,7 @@ from torchstrat.core._torch_private import (
     saved_tensor_hooks,
     set_by_blocks,
     set_grad_enabled,
+    uncompiled,
 )
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -221,6 +222,7 @@ class OwnSettings:
 
     __slots__ = ("_dispatch_modes", "_grad", "_guard", "_inference")
 
+    @uncompiled  # hooks of modules come to it in compiled functions, too
     def __enter__(self) -> None:
         self._guard = DisableTorchFunction()
         self._guard.__enter__()
@@ -234,6 +236,7 @@ class OwnSettings:
         if self._grad:
             set_grad_enabled(False)
 
+    @uncompiled
     def __exit__(self, *_: object) -> None:
         if self._grad:
             set_grad_enabled(True)
