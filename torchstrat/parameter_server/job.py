@@ -44,7 +44,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.serialization.captured_objects import Catalog, Lifetimes, token_of_spec
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
-from torchstrat.parameter_server.take_over import release_others, retire_earlier_functions
+from torchstrat.parameter_server.variables import remote_access
 from torchstrat.parameter_server.variables.attributes import PlainAttributes
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState, CoordinatorSteps
@@ -148,12 +148,12 @@ class Job:
             self.membership.wait_for(self._server_tasks(), self.timeout_seconds)
         self._use_joined_servers()
         if self._takes_over:
-            self.first_function = retire_earlier_functions(self.servers, self.first_function)
+            self.first_function = remote_access.retire_earlier_functions(self.servers, self.first_function)
 
     def take_over_no_more(self) -> None:
         """What is made from now on is new; what an earlier coordinator has left besides goes."""
         if self._takes_over:
-            release_others(self.servers, {spec.number for spec in self._specs()}, self._optimizers)
+            remote_access.release_others(self.servers, {spec.number for spec in self._specs()}, self._optimizers)
             self._takes_over = False
 
     def _server_tasks(self) -> list[Task]:

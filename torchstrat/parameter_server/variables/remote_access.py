@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from torchstrat.parameter_server import phases
 from torchstrat.parameter_server.interface import Endpoint, Peer, Task
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
+    Dropped,
     EditOp,
     InitialOp,
     Push,
@@ -506,3 +507,31 @@ def shard_edits(edit: VariableEdit) -> list[tuple[int, ShardEdit]]:
         (shard.server, ShardEdit((spec.number, number), op, part))
         for number, (shard, part) in enumerate(zip(spec.shards, parts, strict=True))
     ]
+
+
+# -- after a lost coordinator: what the next one makes under the same numbers it finds as the last one left it ---------
+
+_MOST_UNSEEN_FUNCTIONS = 2**20
+"""How far the number of a function that a coordinator has dispatched may be above those that servers have heard of:
+functions that push nothing, and the length of its queue, with room to spare."""
+
+
+def retire_earlier_functions(servers: ServerGroup, next_function: int) -> int:
+    """The first number for functions of this coordinator, above all of an earlier one: what those push is refused.
+
+    One of them may be running on a worker, under a number that no server has seen yet. Were it given out again, the
+    servers would take one function's pushes for repetitions of the other's.
+    """
+    servers.ask_all("ps.forget_below", next_function + _MOST_UNSEEN_FUNCTIONS)
+    return next_function + _MOST_UNSEEN_FUNCTIONS
+
+
+def release_others(servers: ServerGroup, variables: Collection[int], optimizers: Collection[int]) -> None:
+    """Let servers drop all but these. What has a number of those would be taken for something new that gets it."""
+    orders = {}
+    for index, catalog in servers.ask_all("ps.catalog").items():
+        orders[index] = Dropped(
+            tuple(one["number"] for one in catalog["variables"] if one["number"] not in variables),
+            tuple(one["number"] for one in catalog["optimizers"] if one["number"] not in optimizers),
+        )
+    servers.ask("ps.release", orders)
