@@ -62,15 +62,36 @@ def _trained(
         optimizer.step()
         return [float(loss), getattr(model[1].running_mean, "tags", ("lost", -1.0))[1]]
 
+    def set_anew() -> None:
+        change(model[0].weight)
+        model[1].running_mean.tags = ("other", 0.7)
+
+    return _run(way, step, model, set_anew)
+
+
+def _run(
+    way: Any, step: Callable[[torch.Tensor], object], model: nn.Module, change: Callable[[], None], turn: int = 2
+) -> Numbers:
+    """What the steps have returned, and the model in the end. ``change()`` comes before the step of number ``turn``."""
     draw = torch.Generator().manual_seed(1)
     found = {}
     for number in range(ROUNDS):
-        if number == 2:
-            change(model[0].weight)
-            model[1].running_mean.tags = ("other", 0.7)
+        if number == turn:
+            change()
         seen = way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
         found[f"seen {number}"] = torch.tensor(seen, dtype=torch.float64)
     return found | {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
+    def step(batch: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
 
 
 # -- classes that travel by value --------------------------------------------------------------------------------------
@@ -139,23 +160,9 @@ def _of_changed_class(way: Any, *, change: Callable[[Any, Callable[[float], None
         model = nn.Sequential(Derived() if derives else Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(batch: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        return float(loss)
-
-    draw = torch.Generator().manual_seed(1)
     kept = dict(globals())
-    found = {}
     try:
-        for number in range(ROUNDS):
-            if number == 2:
-                change(Net, set_around)
-            seen = way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
-            found[f"seen {number}"] = torch.tensor(seen, dtype=torch.float64)
-        return found | {name: value.clone() for name, value in model.state_dict().items()}
+        return _run(way, _squares(model, optimizer), model, lambda: change(Net, set_around))
     finally:
         globals().update(kept)
         SETTINGS["factor"] = 1.0
@@ -223,21 +230,7 @@ def _of_changed_file(way: Any, *, change: Callable[[], None], turn: int) -> Numb
             model = nn.Sequential(InFile())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def step(batch: torch.Tensor) -> float:
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            return float(loss)
-
-        draw = torch.Generator().manual_seed(1)
-        found = {}
-        for number in range(ROUNDS):
-            if number == turn:
-                change()
-            seen = way.call(step, torch.randn(3, 4, generator=draw, dtype=torch.float64))
-            found[f"seen {number}"] = torch.tensor(seen, dtype=torch.float64)
-        return found | {name: value.clone() for name, value in model.state_dict().items()}
+        return _run(way, _squares(model, optimizer), model, change, turn)
     finally:
         globals()["RATE"] = RATES["rate"] = InFile.scale = Other.scale = 1.0
 
