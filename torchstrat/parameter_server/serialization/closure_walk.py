@@ -15,7 +15,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -154,7 +154,7 @@ class Reach:
         for space in spaces.values():
             looks.append(space.values)
             name = space.get("__name__", "")
-            if not is_library(name) and not is_installed(name):
+            if is_own(name):
                 data = _data_of(space)
                 for value in _walk(data, None, only_data=True) if data else ():
                     if value is not data:
@@ -230,7 +230,7 @@ class Reach:
         if self._holds_captured(space):
             return True
         name = space.get("__name__", "")
-        if is_library(name) or is_installed(name):
+        if not is_own(name):
             return False
         return any(map(self._is_captured, _walk(_data_of(space), None, only_data=True)))
 
@@ -423,9 +423,14 @@ def is_installed(module_name: str) -> bool:
     return origin.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
 
 
+def is_own(module_name: Hashable) -> bool:
+    """Whether it is the program's: no library and no installed package."""
+    return not is_library(module_name) and not is_installed(module_name)
+
+
 def is_own_file(module_name: str) -> bool:
     """Whether it is a file of the program's that other processes import."""
-    return module_name not in ("", "__main__") and not is_library(module_name) and not is_installed(module_name)
+    return module_name not in ("", "__main__") and is_own(module_name)
 
 
 @functools.lru_cache(maxsize=4096)

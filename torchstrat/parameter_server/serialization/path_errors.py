@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import FunctionError, NotSendableError
 from torchstrat.core.variable.tensor_like import TensorLike
-from torchstrat.parameter_server.serialization.closure_walk import is_installed, is_library, names_in
+from torchstrat.parameter_server.serialization.closure_walk import is_library, is_own, names_in
 
 _MAX_OBJECTS = 50_000
 _MAX_MEMBERS = 10_000  # of one container
@@ -221,7 +221,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, str | bytes | int | float | complex | torch.Tensor | type(None)):
         return
     if isinstance(value, types.ModuleType):
-        if not is_library(value.__name__) and not is_installed(value.__name__):
+        if is_own(value.__name__):
             yield from ((f".{name}", part) for name, part in list(vars(value).items()))
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value)

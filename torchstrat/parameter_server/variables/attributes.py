@@ -36,7 +36,7 @@ from torchstrat.core._torch_private import (
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, Token
-from torchstrat.parameter_server.serialization.closure_walk import is_installed, is_library
+from torchstrat.parameter_server.serialization.closure_walk import is_own
 from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.cached_parameter import Alias, TensorCall, let_ask
 
@@ -342,7 +342,7 @@ _known_classes: dict[int, KnownNamespace] = {}
 def _note_classes(owner: object) -> None:
     """It is sent now."""
     for kind in type(owner).__mro__:
-        if id(kind) not in _known_classes and not is_library(kind.__module__) and not is_installed(kind.__module__):
+        if id(kind) not in _known_classes and is_own(kind.__module__):
             _known_classes[id(kind)] = KnownNamespace(kind)
             weakref.finalize(kind, _known_classes.pop, id(kind), None).atexit = False
 

@@ -179,7 +179,7 @@ class ComponentAttributes:
         self._makers, self._before, self._modules, self._owners, self._numbers = set(), None, [], {}, []
         self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
         self._hooks.begin(self._modules)
-        self._replaced.begin()
+        self._replaced.forget()
         self._take(modules, replicas[0])
 
     def add(self, modules: Iterable[nn.Module], owner: int) -> None:
@@ -297,7 +297,7 @@ class ComponentAttributes:
             self._kept.keep(module, leader, [(replica, self._attributes[replica][index]) for replica in others])
         self._modules, self._attributes, self._before, self._owners, self._vectors = [], {}, None, {}, ()
         self._hooks.end()
-        self._replaced.end()
+        self._replaced.forget()
 
 
 class _HooksOfStep:

@@ -111,9 +111,6 @@ class ReplacedMembers:
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], _Place] = {}
 
-    def begin(self) -> None:
-        self._places = {}
-
     def note(self, module: nn.Module, name: str, member: object) -> bool:
         """The replica whose turn it is is about to set that. Whether it takes another one's place."""
         if (id(module), name) in self._places:
@@ -149,5 +146,5 @@ class ReplacedMembers:
                     "module, or do it between runs."
                 )
 
-    def end(self) -> None:
+    def forget(self) -> None:
         self._places = {}
