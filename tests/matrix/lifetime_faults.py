@@ -13,7 +13,8 @@ from tests.matrix import lifetime_servers
 from tests.matrix.on_servers import marked
 from tests.matrix.table import PlantedFault, cells_at
 from torchstrat.core import gradients
-from torchstrat.core.variables import VariableRegistry, WeakOrdered
+from torchstrat.core.registration_order import WeakOrdered
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.data import prefetch
 from torchstrat.distributed.collectives import process_group
 from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory

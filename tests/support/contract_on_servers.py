@@ -41,6 +41,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "several_in_one": UnsupportedError,
     "settings_of_the_thread": NotSendableError,
     "torch_script": UnsupportedError,
+    "traced": UnsupportedError,
     "pruned_further": UnsupportedError,  # by what a forward pass has made on the worker
 }
 """Cases that parameter servers refuse, and the error that says so."""

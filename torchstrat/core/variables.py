@@ -9,10 +9,11 @@ Everything is held weakly: a model that the user drops is forgotten.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +42,12 @@ from torchstrat.core.reachable import (
     own_code,
     walk_behind,
 )
+from torchstrat.core.registration_order import FirstPlaces, Place, WeakOrdered
 
 _MOST_OBJECTS = 64  # that a step reaches: the nearest ones; further away lie data
 _MOST_PLAIN = 200
 _REMEMBERED_STEPS = 256
+_KINDS = ("module", "tensor", "optimizer")
 
 
 class BufferSlot(NamedTuple):
@@ -90,61 +93,6 @@ def _is_part(tensor: torch.Tensor) -> bool:
     return has_address(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-class WeakOrdered:
-    """Objects in order of arrival, compared by identity (tensors and modules define ``==`` otherwise), held weakly."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[object]] = {}
-        self._numbers: dict[int, int] = {}
-        self.count = 0
-        """How many have ever been added."""
-
-    def add(self, value: object) -> bool:
-        """Whether ``value`` is new."""
-        key = id(value)
-        if key in self._references:
-            return False
-        references, numbers = self._references, self._numbers
-
-        def forget(_: object) -> None:
-            references.pop(key, None)
-            numbers.pop(key, None)
-
-        self._references[key] = weakref.ref(value, forget)
-        self._numbers[key] = self.count
-        self.count += 1
-        return True
-
-    def discard(self, value: object) -> None:
-        self._references.pop(id(value), None)
-        self._numbers.pop(id(value), None)
-
-    def number_of(self, value: object) -> int:
-        return self._numbers.get(id(value), -1)
-
-    def ids(self) -> KeysView[int]:
-        """What `id` gives for each of them."""
-        return self._references.keys()
-
-    def numbered(self) -> Iterator[tuple[int, Any]]:
-        """With the number that each got when it was added. Numbers are never used again, so they are equal on all
-        processes of an SPMD program, even where one of them has not yet collected an object that another has."""
-        for value in self:
-            yield self._numbers[id(value)], value
-
-    def __contains__(self, value: object) -> bool:
-        return id(value) in self._references
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.alive())
-
-    def alive(self) -> list[Any]:
-        """Those that are still there."""
-        if not self._references:
-            return []
-        return [value for each in list(self._references.values()) if (value := each()) is not None]
-
-
 class VariableRegistry:
     """The variables of one strategy, in order of creation (the same order on every process of an SPMD program).
 
@@ -156,6 +104,7 @@ class VariableRegistry:
         self._modules = WeakOrdered()
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
+        self._places = FirstPlaces(self._modules, self._tensors, self._helpers)
         self._vectors, self._views, self._plain = WeakOrdered(), WeakOrdered(), WeakOrdered()
         self._thread_locals = WeakOrdered()
         self.objects: list[weakref.ref[object]] = []
@@ -217,6 +166,9 @@ class VariableRegistry:
             return  # its graphs keep parameters and an optimizer's state as members of modules that nobody else has
         self.changes += 1
         self._modules.add(module)
+        if isinstance(member, nn.Parameter):
+            number, index = self._modules.number_of(module), len(own_parameters(module))
+            self._places.note_new(member, Place(0, number, index, name))
         if self.on_member is not None:
             self.on_member(module, name, member)
 
@@ -458,6 +410,8 @@ class VariableRegistry:
         for helper in helpers:
             for tensor in _tensors_of(helper):
                 found[id(tensor)] = tensor
+        if self._places.left():
+            found = {id(tensor): tensor for tensor in self.named_tensors().values()}
         vectors = self._vectors.alive() if self._vectors.count else []
         views = self._views.alive() if self._views.count else []
         return Members(modules, list(found.values()), places, slots, helpers, self.changes, vectors, views)
@@ -472,22 +426,27 @@ class VariableRegistry:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, kind, number, tensor in self._members():
-            if id(tensor) not in found:
-                found[id(tensor)] = (f"{name} of {kind} {number}", tensor)
-        return dict(found.values())
+        found: dict[int, tuple[Place, torch.Tensor]] = {}
+        for place, tensor in self._members():
+            found.setdefault(id(tensor), (place, tensor))
+        if left := self._places.left():
+            for key in left.keys() & found.keys():
+                found[key] = left[key], found[key][1]
+        for place, tensor in found.values():
+            self._places.note(tensor, place)
+        named = sorted(found.values(), key=operator.itemgetter(0)) if left else found.values()
+        return {f"{place.name} of {_KINDS[place.kind]} {place.number}": tensor for place, tensor in named}
 
-    def _members(self) -> Iterator[tuple[Any, str, int, torch.Tensor]]:
+    def _members(self) -> Iterator[tuple[Place, torch.Tensor]]:
         for number, module in self._modules.numbered():
-            for name, parameter in own_parameters(module).items():
+            for index, (name, parameter) in enumerate(own_parameters(module).items()):
                 if parameter is not None:
-                    yield name, "module", number, parameter
+                    yield Place(0, number, index, name), parameter
         for number, tensor in self._tensors.numbered():
-            yield "value", "tensor", number, tensor
+            yield Place(1, number, 0, "value"), tensor
         for number, helper in self._helpers.numbered():
-            for place, tensor in enumerate(_tensors_of(helper)):
-                yield place, "optimizer", number, tensor
+            for index, tensor in enumerate(_tensors_of(helper)):
+                yield Place(2, number, index, str(index)), tensor
 
     def buffer_slots(self) -> list[BufferSlot]:
         return list(self.named_buffer_slots().values())
@@ -543,6 +502,7 @@ class VariableRegistry:
                 self._released.add(value)
             for ordered in (self._modules, self._tensors, self._helpers):
                 ordered.discard(value)
+        self._places.clear()
         self._walked.clear()
 
     def give_up(self, counts: tuple[int, int, int]) -> None:
@@ -559,6 +519,7 @@ class VariableRegistry:
                 if number >= count:
                     ordered.discard(value)
                     forgotten.append(value)
+        self._places.clear()
         self._walked.clear()
         self.changes += 1
         return forgotten

@@ -25,9 +25,9 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import optimizers_without_compiler, sparse_indices, sparse_values
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.core.registration_order import WeakOrdered
 from torchstrat.core.variable.storage import Cell, Edit, Storage, VariableHome, VariablePlacement
 from torchstrat.core.variable.variable import Variable, VariableFacts, facts_of, storage_of, variable_over
-from torchstrat.core.variables import WeakOrdered
 from torchstrat.distributed.cluster import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.parameter_server.messages import EditOp, VariableSpec
 from torchstrat.parameter_server.serialization.path_errors import StaysHere

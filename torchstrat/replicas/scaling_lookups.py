@@ -53,8 +53,9 @@ from torchstrat.core._torch_private import (
 from torchstrat.core.context import get_replica_context
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import REGISTERS_HOOK
+from torchstrat.core.registration_order import WeakOrdered
 from torchstrat.core.tensor_classes import NEEDS_NO_VALUES, asking_class, methods, tensors_in
-from torchstrat.core.variables import VariableRegistry, WeakOrdered
+from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.table_memory import (
     LOOKED_UP,
     UNSEEN,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import warnings
 from collections.abc import Callable
@@ -71,6 +73,27 @@ def _tied() -> nn.Module:
     embedding, out = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
     out.weight = embedding.weight
     return nn.Sequential(embedding, _Apply(_mean_of_words), nn.Linear(4, 4), nn.Tanh(), out)
+
+
+def _tied_to_a_dropped_layer() -> nn.Module:
+    dropped, kept = nn.Linear(6, 5), nn.Linear(6, 5)
+    kept.weight, kept.bias = dropped.weight, dropped.bias
+    dropped.__dict__["itself"] = dropped  # it stays till Python looks for cycles
+    return nn.Sequential(kept, nn.Tanh(), nn.Linear(5, 3))
+
+
+def _traced() -> nn.Module:
+    """Of which TorchScript keeps the parameters, but not the module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # which newer PyTorch says of all of torch.jit
+        traced: nn.Module = torch.jit.trace(_tied_to_a_dropped_layer(), torch.randn(2, 6))
+        return traced
+
+
+def collected_late(make_model: Callable[[], nn.Module]) -> Training:
+    """What the program has dropped is there for as long as Python takes to look: in each process for its own time."""
+    training, rank = trained(make_model), int(os.environ.get("RANK", "0"))
+    return dataclasses.replace(training, before=lambda step: gc.collect() if step == 2 * rank else 0)
 
 
 def _recurrent() -> nn.Module:
@@ -448,6 +471,8 @@ CASES = (
     Case("built_in_run", partial(built_in_run, True)),
     Case("built_in_run_drawn", partial(built_in_run, False), expected=no_numbers),
     Case("torch_script", partial(trained, _in_torch_script)),
+    Case("tied_to_a_dropped_layer", partial(collected_late, _tied_to_a_dropped_layer)),
+    Case("traced", partial(collected_late, _traced)),
     Case("mixed_dtypes", partial(trained, _MixedPrecision), tolerance=1e-5),
     *named(
         parameter_made_in_forward,
