@@ -129,7 +129,7 @@ FAULTS = (
     ),
     PlantedFault(
         "what shows a table in an array is forgotten",
-        switched_off(scaling_lookups, "is_array", lambda value: False),
+        switched_off(scaling_lookups, "shows_memory", lambda value: False),
         cells_at("used by NumPy from before", "nn.Embedding"),
     ),
     PlantedFault(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,7 +27,6 @@ from tests.matrix.table import (
     Expected,
     Table,
     assert_close,
-    known_wrong,
     refused,
 )
 from torchstrat.errors import UnsupportedError
@@ -159,10 +159,17 @@ def _copied(weight: torch.Tensor) -> torch.Tensor:
     return torch.asarray(weight, copy=True, requires_grad=False)
 
 
-def _array_before(net: Net, batch: Batch) -> torch.Tensor:
-    array = net.weight.detach().numpy()
+def _array_before(
+    net: Net, batch: Batch, make: Callable[[torch.Tensor], Any] = lambda weight: weight.numpy()
+) -> torch.Tensor:
+    array = make(net.weight.detach())
     found = net.look_up(batch[0])
     return _loss(found, net, batch) * float((array**2).sum())
+
+
+def _array_attribute(net: Net, batch: Batch) -> torch.Tensor:
+    found = net.look_up(batch[0])
+    return _loss(found, net, batch) * float((net.array**2).sum())
 
 
 def _attribute(net: Net, batch: Batch) -> torch.Tensor:
@@ -399,6 +406,11 @@ def _with_alias(net: Net) -> torch.optim.Optimizer:
     return _sgd(net)
 
 
+def _with_array(net: Net) -> torch.optim.Optimizer:
+    net.array = net.weight.detach().numpy()
+    return _sgd(net)
+
+
 def _of_table(net: Net) -> torch.optim.Optimizer:
     net.of_head = torch.optim.SGD(net.head.parameters(), lr=0.1)
     return torch.optim.SGD([net.weight], lr=0.1)
@@ -446,6 +458,15 @@ ROWS: Mapping[str, Row] = {
     ),
     "used by NumPy from before": Row(_array_before, REFUSED),
     "used by NumPy from before, in the first run": Row(_array_before, REFUSED, runs=1),
+    "used by NumPy from before the run": Row(_array_attribute, REFUSED, optimizer=_with_array, runs=1),
+    "used by NumPy from before the run, in the second run": Row(
+        partial(_later, use=_array_attribute), REFUSED, optimizer=_with_array
+    ),
+    "used by NumPy over DLPack": Row(partial(_array_before, make=np.from_dlpack), REFUSED, runs=1),
+    "used by NumPy over DLPack, in the second run": Row(
+        partial(_later, use=partial(_array_before, make=np.from_dlpack)), REFUSED
+    ),
+    "used by a copy of NumPy's from before": Row(partial(_array_before, make=lambda weight: weight.numpy().copy())),
     "used by an attribute from before the run": Row(_attribute, REFUSED, optimizer=_with_alias),
     "used by an attribute from before, in the second run": Row(
         partial(_later, use=_attribute), REFUSED, optimizer=_with_alias
@@ -476,7 +497,6 @@ ROWS: Mapping[str, Row] = {
 }
 
 COLUMNS = tuple(NETS)
-CAUSES = {"1": "of what nobody knows to be a table before its first lookup of all, NumPy's arrays may be read then"}
 UNSEEN = refused(
     UnsupportedError,
     rf"{REFUSED.says}|"
@@ -524,8 +544,6 @@ def _expected(row: str, column: str, place: str) -> Expected:
         return UNSEEN
     if column == POSITION and row == "looked up on one replica alone" and place in places.TORCHRUN:
         return UNSEEN
-    if column == POSITION and row == "used by NumPy from before, in the first run" and place in places.TORCHRUN:
-        return known_wrong("1")
     return ROWS[row].expected
 
 
@@ -547,7 +565,6 @@ TABLE = Table(
         "a merge_call | functional.embedding | mirrored x2",
         "used as a whole, in a closure | functional.embedding | torchrun central_storage",
     ),
-    causes=CAUSES,
     faults=FAULTS,
     alike=places.launch_of,
 )

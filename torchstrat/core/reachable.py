@@ -101,6 +101,7 @@ class Reached:
     locals: list[threading.local] = dataclasses.field(default_factory=list)
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors that are no parameters, nor leaves with a gradient."""
+    arrays: list[np.ndarray[Any, Any]] = dataclasses.field(default_factory=list)
     objects: list[object] = dataclasses.field(default_factory=list)
     """Of classes of the program's own, and iterators of loaders."""
     seen: dict[int, object] = dataclasses.field(default_factory=dict)
@@ -278,6 +279,8 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
     elif isinstance(value, threading.local):
         reached.locals.append(value)
         yield from vars(value).values()
+    elif isinstance(value, np.ndarray):
+        reached.arrays.append(value)
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from itertools.islice(value, _MAX_MEMBERS)
     elif isinstance(value, Mapping) and nest.is_nested(value):  # which OmegaConf's are not: they hold no tensors

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -106,7 +107,7 @@ class VariableRegistry:
         self._helpers = WeakOrdered()
         self._places = FirstPlaces(self._modules, self._tensors, self._helpers)
         self._vectors, self._views, self._plain = WeakOrdered(), WeakOrdered(), WeakOrdered()
-        self._thread_locals = WeakOrdered()
+        self._thread_locals, self._arrays = WeakOrdered(), WeakOrdered()
         self.objects: list[weakref.ref[object]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self.variables = WeakOrdered()
@@ -248,6 +249,8 @@ class VariableRegistry:
             self._plain.add(tensor)
         for local in found.locals:
             self._thread_locals.add(local)
+        for array in found.arrays[:_MOST_PLAIN]:
+            self._arrays.add(array)
         if is_new:
             self._note_vectors(found.plain)
             self.new_code = own_code([fn, *self._modules])
@@ -419,6 +422,10 @@ class VariableRegistry:
     def plain_tensors(self) -> list[torch.Tensor]:
         """What steps reach that is no parameter, nor a leaf with a gradient: the nearest, further away lie data."""
         return self._plain.alive()
+
+    def arrays(self) -> list[np.ndarray[Any, Any]]:
+        """NumPy's, that steps reach: the nearest, further away lie data."""
+        return self._arrays.alive() if self._arrays.count else []
 
     def thread_locals(self) -> list[threading.local]:
         """What steps have reached that has other attributes on each thread."""

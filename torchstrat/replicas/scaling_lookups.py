@@ -61,10 +61,12 @@ from torchstrat.replicas.table_memory import (
     UNSEEN,
     MemoryUses,
     aliases_of,
-    is_array,
+    arrays_of,
     is_part_of,
     may_be_table,
     scaling_tables,
+    shows,
+    shows_memory,
 )
 
 Norm = tuple[float, float]
@@ -91,7 +93,7 @@ class _Group:
 
     def __init__(self, tensors: Iterable[torch.Tensor], refuse: Refuse, used_by: str = "") -> None:
         self._members: list[tuple[weakref.ref[torch.Tensor], type]] = []
-        self._lent: list[tuple[weakref.ref[object], str]] = []  # what is no tensor, and shows the memory of one
+        self._lent: list[tuple[Callable[[], object], str]] = []  # what is no tensor, and shows the memory of one
         self._refuse = refuse
         self.has_looked_up = False
         """Whether there has been a lookup since what replicas have scaled was last brought together."""
@@ -128,7 +130,8 @@ class _Group:
 
     def lend(self, value: object, by: str) -> None:
         """``by`` has given what shows the memory, and will ask nobody."""
-        self._lent.append((weakref.ref(value), by))
+        is_weak = type(value).__weakrefoffset__ != 0  # which a capsule is not
+        self._lent.append((weakref.ref(value) if is_weak else lambda: value, by))
 
     @property
     def table(self) -> torch.Tensor | None:
@@ -241,6 +244,7 @@ class _Group:
         return self._refuse(table, by)
 
 
+_AN_ARRAY = "a NumPy array that shows its memory"
 _NOT_YET, _SCALED = "not yet looked up", "scaled as a whole since"
 
 _asking: dict[int, _Group] = {}
@@ -290,7 +294,7 @@ class _Asks(torch.Tensor):
                 stack.enter_context(DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
             for tensor, group in groups.values():
-                if is_array(result):
+                if shows_memory(result):
                     group.lend(result, getattr(func, "__name__", str(func)))
                 for made in tensors_in(result):
                     if share_storage(made, tensor) and not group.has(made):
@@ -386,6 +390,7 @@ class ScalingLookups:
         if not known:
             return
         aliases = aliases_of(known, self._inner()) if self._is_first_run() else [[] for _ in known]
+        arrays = self._registry.arrays()
         for replica in self._replicas:
             before = {id(group.table): group for group in last.get(replica, ())}
             self._groups[replica] = groups = []
@@ -395,6 +400,9 @@ class ScalingLookups:
                 for one in others:
                     if not group.has(one):
                         group.add(one)
+                for array in arrays:
+                    if shows(array, table):
+                        group.lend(array, _AN_ARRAY)
                 groups.append(group)
         self._have_readers_ask()
 
@@ -534,6 +542,8 @@ class ScalingLookups:
             meant = list({id(one): one for one in (*shown, table)}.values())
             aliases = aliases_of(shown, (*self._inner(), *meant)) if shown else []
             group = self._group({id(one): one for one in itertools.chain(meant, *aliases)}.values())  # from now on
+            for array in arrays_of(table):
+                group.lend(array, _AN_ARRAY)
             groups.append(group)
             self._has_come_up = True
             for replica in self._replicas if shown else ():

@@ -14,11 +14,12 @@ C++, asks nobody: operators are heard of, and compared by the memory of their ar
 from __future__ import annotations
 
 import gc
-import sys
+import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,10 +190,26 @@ def aliases_of(tables: Sequence[torch.Tensor], but: Iterable[torch.Tensor]) -> l
     return [[one for one in found if is_part_of(one, table)] for table in tables]
 
 
-def is_array(value: object) -> bool:
-    """Whether it is NumPy's, which shows a tensor's memory, and tells nobody who reads it."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+def shows_memory(value: object) -> bool:
+    """Whether it has a tensor's memory for NumPy or DLPack, and tells nobody who reads it."""
+    return isinstance(value, np.ndarray) or type(value).__name__ == "PyCapsule"
+
+
+def shows(array: np.ndarray[Any, Any], table: torch.Tensor) -> bool:
+    """Whether ``array`` has memory in common with ``table``."""
+    with DisableTorchFunctionSubclass():
+        if not table.is_cpu or table.layout != torch.strided:
+            return False
+        memory = torch.empty(0, dtype=torch.uint8).set_(table.untyped_storage()).numpy()
+        begin = table.storage_offset() * table.element_size()
+        return np.may_share_memory(array, memory[begin : begin + table.nbytes] if table.is_contiguous() else memory)
+
+
+def arrays_of(table: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+    """Those that show it, which the program has by now. Python's collector knows who holds them."""
+    running = [value for frame, _ in traceback.walk_stack(None) for value in frame.f_locals.values()]
+    held = (*running, *gc.get_referents(*gc.get_objects()))
+    return [one for one in held if issubclass(type(one), np.ndarray) and shows(one, table)]  # no proxies
 
 
 _READ_ROWS_THEY_HAVE_SCALED = frozenset({"aten::_embedding_bag_per_sample_weights_backward"})
