@@ -459,7 +459,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
         lambda s, m, o: _given_state(s, m, o, torch.ones(16, 6)),
     ),
     "state that two have changed": (
-        "UnsupportedError: load_state_dict .* both the program and steps have changed it",
+        "UnsupportedError: the program has written .* and steps have changed the parameter since",
         _changed_twice,
     ),
     "given a piece of state": (

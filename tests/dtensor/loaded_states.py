@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import torchstrat as ts
 from tests.dtensor import programs
 from tests.dtensor.programs import ADAM, Program, program
 
@@ -67,6 +68,44 @@ def parameters_that_are_loaded_again(one: Program) -> None:
     state["0.weight"].mul_(2.0)
     one.model.load_state_dict(state)
     one.train()
+
+
+@program()
+def what_state_dict_has_given_is_written_to(one: Program) -> None:
+    state = one.model.state_dict()
+    state["0.weight"].mul_(2.0)
+    torch.add(state["0.bias"], 1.0, out=state["0.bias"])
+    torch._foreach_mul_([state["0.weight"], state["0.bias"]], 0.5)
+    state["2.weight"][1].zero_()
+    one.train()
+    state = one.model.state_dict()
+    state["0.weight"].data[0] = 1.0
+    state["0.bias"].detach().add_(1.0)
+    one.seen += [value.clone() for value in one.model.state_dict().values()]
+    state["0.weight"][1] = 2.0
+    state["2.weight"][0].zero_()
+    one.model.load_state_dict(state)
+    state["2.weight"].copy_(torch.ones_like(state["2.weight"]))
+    one.optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+    one.train()
+    one.seen += _sums(one.optimizer)
+
+
+def write_late(logical: int) -> list[str]:
+    """What a program is told that writes to a copy after steps; by a view too, and to an array of it."""
+    said = []
+    for write in (lambda value: value.mul_(2.0), lambda value: value[0].zero_(), lambda value: value.numpy().fill(1.0)):
+        one = Program(logical)
+        value = one.model.state_dict()["0.weight"]
+        one.train()
+        try:
+            write(value)
+            one.train()
+            said.append("")
+        except (ts.errors.UnsupportedError, ValueError) as error:
+            said.append(str(error))
+        one.strategy.close()
+    return said
 
 
 def read_late(logical: int) -> tuple[list[str], bool]:

@@ -96,6 +96,14 @@ def test_who_reads_what_state_dict_gave_before_steps_is_told_once(two_processes:
         assert re.search(r"shape \(8, 6\) that state_dict\(\) has returned.*read after steps.*copy.deepcopy", said[0])
 
 
+def test_who_writes_to_what_state_dict_gave_before_steps_is_refused(two_processes: Workers) -> None:
+    assert loaded_states.write_late(1) == ["", "", ""]
+    for written, viewed, array in two_processes.run(loaded_states.write_late, 2):
+        for said in (written, viewed):
+            assert re.search(r"written to a tensor that state_dict\(\) has returned.*steps have changed", said)
+        assert "read-only" in array
+
+
 def test_what_no_backward_pass_has_combined_is_clipped_as_on_one_device(four_processes: Workers) -> None:
     norms, state = jobs.clipped(1)
     for found_norms, found in four_processes.run(jobs.clipped, 2):

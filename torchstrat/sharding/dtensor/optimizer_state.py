@@ -4,9 +4,9 @@ An entry of ``optimizer.state`` stands for the whole. The program reads and edit
 outside of runs as well, where all logical devices of a replica make the same calls, as they do for ``state_dict()``. An
 optimizer's own step has the pieces (`as_pieces`), and so has the engine (`torchstrat.core.tensor_classes.memory_of`).
 
-What ``state_dict()`` gives, or ``load_state_dict()`` gets, steps change on one device, and here it is a copy. Where a
-program loads one of them again it gets what one device would have there by then, and not what there was. A
-``copy.deepcopy`` of them is a copy everywhere.
+What ``state_dict()`` gives, or ``load_state_dict()`` gets, steps change on one device, and here it is a copy. What a
+program writes to it is written to what it is a copy of. Where it loads one of them again it gets what one device would
+have there by then, and not what there was. A ``copy.deepcopy`` of them is a copy everywhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 
 from torchstrat.core import nest
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, base_of, tensors_in_storage, version_of
+from torchstrat.core._torch_private import (
+    DisableTorchFunctionSubclass,
+    base_of,
+    share_storage,
+    tensors_in_storage,
+    version_of,
+)
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_classes import asking_class, getter, has_memory, memory_of
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, local_of, shape_of
@@ -156,11 +163,16 @@ class _Asking:
     ) -> object:
         name = getattr(func, "__name__", "")
         is_write = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
-        if func == _DATA or not (is_write or name == "__get__" or name in _FACTS):
-            for one in nest.flatten([args, kwargs or {}]):
-                _look_at(one)
+        is_read = func == _DATA or not (is_write or name == "__get__" or name in _FACTS)
+        asked = [one for one in nest.flatten([args, kwargs or {}]) if isinstance(one, _Asking)]
+        for one in asked if is_read else ():
+            _look_at(one)
         with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs or {})
+            # ``.data`` would count versions for itself, and what is written to it would not be noticed.
+            made = func(*args, **kwargs or {}) if func != _DATA else cast(torch.Tensor, args[0]).detach()
+            for one in asked:
+                vars(one)[_COPIES].used(one, made)
+            return made
 
     def _plain(self) -> torch.Tensor:
         _look_at(self)
@@ -207,6 +219,7 @@ class WholeCopies:
 
     def __init__(self) -> None:
         self._known: dict[int, _Copy] = {}
+        self._viewed: set[int] = set()  # by ``id``: those of which the program has had views, and may write to these
         self._has_warned = False
 
     def note(self, whole: torch.Tensor, source: Callable[[], CutTensor]) -> None:
@@ -216,6 +229,7 @@ class WholeCopies:
         def forget(reference: object) -> None:
             if key in self._known and self._known[key].whole is reference:
                 del self._known[key]
+                self._viewed.discard(key)
 
         version = version_of(local_of(source()))
         self._known[key] = _Copy(weakref.ref(whole, forget), version_of(whole), source, version)
@@ -244,6 +258,27 @@ class WholeCopies:
             stacklevel=4,
         )
 
+    def used(self, value: torch.Tensor, made: object) -> None:
+        """A function has had ``value``, and ``made`` this, which may be a view of it, or an array."""
+        known = self._known.get(id(value))
+        if known is None or known.whole() is not value:
+            return
+        for one in nest.flatten([made]):
+            if isinstance(one, np.ndarray):
+                one.flags.writeable = False  # what is written there, nobody would notice
+            elif isinstance(one, torch.Tensor) and one is not value and share_storage(one, value):
+                self._viewed.add(id(value))
+        if version_of(value) != known.version:
+            self.current(value)
+
+    def settle(self) -> None:
+        """What the program has written to views of copies since is written to what they are copies of."""
+        for key in tuple(self._viewed):
+            value = self._known[key].whole()
+            with DisableTorchFunctionSubclass():
+                if value is not None and version_of(value) != self._known[key].version:
+                    self.current(value)
+
     def current(self, value: torch.Tensor) -> torch.Tensor:
         """What ``value`` would be by now: itself, where it is no copy. What the program has written to it is so there,
         too.
@@ -254,16 +289,18 @@ class WholeCopies:
         if known is None or known.whole() is not value:
             return value
         source = known.source()
-        if version_of(value) != known.version:
+        with DisableTorchFunctionSubclass():
+            version = version_of(value)
+        if version != known.version:
             piece = local_of(source)
             if version_of(piece) != known.source_version:
                 raise UnsupportedError(
-                    "load_state_dict was given a tensor that state_dict() has returned, or that was loaded before, for "
-                    "a parameter that is cut over logical devices, and both the program and steps have changed it "
-                    "since. On one device it is one tensor, which both change. Take a copy.deepcopy of a state to "
-                    "change it."
+                    "the program has written to a tensor that state_dict() has returned, or load_state_dict was given, "
+                    "for a parameter that is cut over logical devices, and steps have changed the parameter since. On "
+                    "one device it is one tensor, which both change. Write to what state_dict() returns now, or, where "
+                    "the values of then are meant, to a copy.deepcopy."
                 )
-            with torch.no_grad():
+            with torch.no_grad(), DisableTorchFunctionSubclass():
                 piece.copy_(source.devices.own_piece(value.detach(), source.cut))
             self.note(value, known.source)
         return source

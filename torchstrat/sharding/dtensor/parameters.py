@@ -37,6 +37,7 @@ from torchstrat.core._torch_private import (
     hooks_on_gradient,
     is_accumulator_kept,
     own_parameters,
+    share_storage,
     swap_tensor_impl,
     version_of,
 )
@@ -302,6 +303,7 @@ class CutVariables:
     def take(self) -> None:
         """Give new variables the values of the replica's first logical device, and cut those that are to be. All
         logical devices call it, between runs."""
+        self._copies.settle()
         tensors = self._registry.tensors()
         tensors += [slot.tensor for slot in self._registry.buffer_slots() if slot.tensor is not None]
         unique = {id(tensor): tensor for tensor in tensors if not is_lazy(tensor) and not self._is_known(tensor)}
@@ -511,6 +513,7 @@ class CutVariables:
         """An entry of an optimizer's state, put together if it is cut."""
         if not isinstance(value, CutTensor):
             return value
+        self._copies.settle()
         whole = self._devices.whole(local_of(value), value.cut, "optimizer.state_dict()")
         self._copies.note(whole, lambda: value)
         return whole
@@ -540,6 +543,7 @@ class CutVariables:
 
     def whole_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same for ``state_dict()``, outside of a run."""
+        self._copies.settle()
         whole, entry = self.whole(tensor), self.find(tensor)
         assert entry is not None
         self._copies.note(whole, lambda: cut_tensor(entry.other.detach(), entry.cut, self._devices))
@@ -549,7 +553,10 @@ class CutVariables:
         """Give a variable that is cut the values of ``whole``, outside of a run."""
         entry = self.find(tensor)
         assert entry is not None
-        self._assign(entry, self._copies.current(whole))
+        current = self._copies.current(whole)
+        is_itself = isinstance(current, CutTensor) and share_storage(local_of(current), entry.other)
+        if not is_itself:
+            self._assign(entry, current)
 
     def _assign(self, entry: CutVariable, whole: torch.Tensor) -> None:
         with torch.no_grad():
