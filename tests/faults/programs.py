@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchstrat as ts
 from tests.faults.forked import Outcome, in_fork
 
+START_TIMEOUT = timedelta(seconds=60)
 FATAL_STEP = 1
 STEPS = 3
 PLACES = ("before backward", "in backward", "before the step", "in the step", "in reduce", "in the data iterator")
@@ -121,7 +123,9 @@ def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: s
 
 def _train(fault: Fault, timeout: timedelta, evidence: Path, port: int) -> str:
     me = int(os.environ["RANK"])
-    strategy = _make_strategy(fault, me, timeout, port)
+    make = _strategy_maker(fault, me, port)
+    with contextlib.closing(make(timeout=START_TIMEOUT)):  # on a busy machine others may be seconds behind
+        strategy = make(timeout=timeout)
     (evidence.parent / f"memory of {me}").write_text("\n".join(shared_inodes("self")))
     number = int(fault.place.removeprefix("operation ")) if fault.place.startswith("operation ") else 0
     now = {"step": 0}
@@ -175,7 +179,7 @@ def shared_inodes(process: str) -> set[str]:
     return {line.split()[4] for line in lines if "memfd:torchstrat" in line}
 
 
-def _make_strategy(fault: Fault, me: int, timeout: timedelta, port: int) -> Any:
+def _strategy_maker(fault: Fault, me: int, port: int) -> Any:
     if fault.meets_by_tf_config:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
@@ -183,6 +187,6 @@ def _make_strategy(fault: Fault, me: int, timeout: timedelta, port: int) -> Any:
         workers = [f"127.0.0.1:{port}", *(f"127.0.0.1:{port + other}" for other in range(1, fault.processes))]
         task = {"type": "worker", "index": me}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
-        return ts.MultiWorkerMirroredStrategy(timeout=timeout)
+        return ts.MultiWorkerMirroredStrategy
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(fault.processes)
-    return {"mirrored": ts.MirroredStrategy, "central": ts.CentralStorageStrategy}[fault.strategy](timeout=timeout)
+    return {"mirrored": ts.MirroredStrategy, "central": ts.CentralStorageStrategy}[fault.strategy]

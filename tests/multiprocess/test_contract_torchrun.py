@@ -82,9 +82,11 @@ def test_one_strategy_after_the_other(row: str, two_processes: Workers) -> None:
 
 def observe(divergence_index: int, row_name: str) -> divergence.Observed:
     first = contract.TORCHRUN[row_name].make()
-    first.gather(torch.zeros(1), 0)  # on a busy machine one process may be seconds behind the other
-    first.close()
-    strategy = contract.TORCHRUN[row_name].make(timeout=DIVERGENCE_TIMEOUT)
+    try:
+        first.gather(torch.zeros(1), 0)  # on a busy machine one process may be seconds behind the other
+        strategy = contract.TORCHRUN[row_name].make(timeout=DIVERGENCE_TIMEOUT)
+    finally:
+        first.close()
     try:
         return divergence.observe(divergence.CASES[divergence_index], strategy)
     finally:
