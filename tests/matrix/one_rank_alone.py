@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torchstrat as ts
 from tests.matrix.forked_cells import leave, others_have_ended
 from tests.matrix.lone_call_faults import FAULTS
 from tests.matrix.lone_call_job import Job
@@ -130,7 +133,8 @@ def _play(place: str, row: Row, column: Column) -> None:
 
 def _make_calls(place: str, row: Row, column: Column) -> None:
     """Returns on the other rank alone."""
-    job = Job(place, column.seconds)
+    with contextlib.closing(ts.MirroredStrategy(timeout=timedelta(seconds=PATIENT_SECONDS))):  # to meet
+        job = Job(place, column.seconds)
     is_alone = job.rank == column.alone
     try:
         twins = _twin(row).before if column.name == "makes its twin" else ()
