@@ -343,14 +343,14 @@ class ProcessGroupCommunicator:
 
     def _who_called(self, what: str) -> str:
         place = f"{self.channel.name}/{self.channel.count}"
-        return _differing(self._family.board.calls(place, what, self.ranks))
+        return _differing(self._family.board.calls(place, what, self.ranks), self.ranks)
 
     def _explain_standstill(self, what: str, error: StandstillError, waited: float) -> CommunicationError:
         self._family.board.post(f"called {what}")
         self._let_go()
         if error.failed:
             return self._error(what, waited, [], error.failed, "", timed_out=False)
-        return CommunicationError(_differing(error.calls))
+        return CommunicationError(_differing(error.calls, self.ranks))
 
     def _explain_missing(self, what: str, error: PeersMissingError, waited: float) -> CommunicationError:
         """Who is missing is known; what is not is whether they have left a note."""
@@ -501,12 +501,12 @@ class _WordsPlace:
         return self._communicator.ended()
 
 
-def _differing(calls: Mapping[int, str]) -> str:
-    """``calls``: what each rank has called."""
+def _differing(calls: Mapping[int, str], ranks: Sequence[int]) -> str:
+    """``calls``: what each rank has called, of those that have told in time."""
+    told = [f"replica {rank} called {calls.get(rank, 'another, which it has not told in time')}" for rank in ranks]
     return (
-        f"the replicas no longer make the same calls: "
-        f"{', '.join(f'replica {rank} called {calls[rank]}' for rank in sorted(calls))}. Each has to make the same in "
-        "the same order, also those whose result only one of them prints; look for a branch that depends on the rank."
+        f"the replicas no longer make the same calls: {', '.join(told)}. Each has to make the same in the same order, "
+        "also those whose result only one of them prints; look for a branch that depends on the rank."
     )
 
 
