@@ -1,5 +1,6 @@
 """Scopes and runs."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,13 @@ from torchstrat.errors import (
     UnsupportedError,
     WrongTypeError,
 )
+
+_steps = 0
+
+
+def _count_step() -> None:
+    global _steps
+    _steps += 1
 
 
 class Steps(Area):
@@ -181,7 +189,7 @@ class Steps(Area):
             weight = nn.Parameter(torch.ones(3))
         strategy.run(lambda: weight.sum())
 
-    @warns(r"Trainer\.steps has grown by 2", "share the object", r"outside of Strategy\.run")
+    @warns(r"Trainer\.steps has grown by 2", "share it", r"outside of Strategy\.run")
     def a_count_of_steps_in_an_object(self) -> None:
         class Trainer:
             def __init__(self) -> None:
@@ -192,12 +200,41 @@ class Steps(Area):
 
         self.mirrored().run(Trainer().step)
 
-    @warns(r"DataLoader's iterator has grown by 2", "share the object", r"give the step each replica's rows")
+    @warns(r"steps of the function around step\(\) has grown by 2", "share it", r"outside of Strategy\.run")
+    def a_count_of_steps_in_a_closure(self) -> None:
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+
+        self.mirrored().run(step)
+
+    @warns("the global _steps has grown by 2", "share it", r"outside of Strategy\.run")
+    def a_count_of_steps_in_a_global(self) -> None:
+        self.mirrored().run(_count_step)
+
+    @warns(r"'steps' of a dict has grown by 2", "share it", r"outside of Strategy\.run")
+    def a_count_of_steps_in_a_dictionary(self) -> None:
+        counts = {"steps": 0}
+        self.mirrored().run(lambda: counts.update(steps=counts["steps"] + 1))
+
+    @warns(r"itertools\.count\(\) has grown by 2", "share it", r"outside of Strategy\.run")
+    def a_count_of_steps_by_itertools(self) -> None:
+        steps = itertools.count()
+        self.mirrored().run(lambda: next(steps))
+
+    @warns("the position of a range_iterator has grown by 2", "share it", r"outside of Strategy\.run")
+    def a_value_for_each_step_of_an_iterator(self) -> None:
+        values = iter(range(10))
+        self.mirrored().run(lambda: next(values))
+
+    @warns(r"DataLoader's iterator has grown by 2", "share it", r"give the step each replica's rows")
     def a_batch_that_the_step_takes_from_an_iterator(self) -> None:
         unlabelled = iter(loader())
         self.mirrored().run(lambda: len(next(unlabelled)))
 
-    @warns(r"DataLoader's iterator has grown by 2", "share the object", r"give the step each replica's rows")
+    @warns(r"DataLoader's iterator has grown by 2", "share it", r"give the step each replica's rows")
     def a_batch_that_the_step_takes_from_a_generator(self) -> None:
         def repeated() -> Iterator[Any]:
             while True:

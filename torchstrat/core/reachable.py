@@ -81,7 +81,7 @@ def _find_slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
-_slots_of: Callable[[object], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
+slots_of: Callable[[object], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
 
 _LIBRARIES = frozenset(
     {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
@@ -218,7 +218,7 @@ def _in_class(kind: type) -> Iterator[object]:
 @functools.lru_cache(maxsize=1024)
 def _is_of_program(module_name: str | None) -> bool:
     """No library, and no other package that is installed: these name nothing of the program's."""
-    if _is_library(module_name):
+    if is_library(module_name):
         return False
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
     return not any(part in ("site-packages", "dist-packages") for part in pathlib.PurePath(file).parts)
@@ -241,11 +241,11 @@ def _is_variable(tensor: torch.Tensor) -> bool:
 
 
 def _is_library_function(value: object) -> bool:
-    return isinstance(value, types.FunctionType) and _is_library(value.__module__)
+    return isinstance(value, types.FunctionType) and is_library(value.__module__)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_library(module_name: str | None) -> bool:
+def is_library(module_name: str | None) -> bool:
     root = (module_name or "").partition(".")[0]
     return root in _LIBRARIES or root in sys.stdlib_module_names
 
@@ -290,7 +290,7 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
             _member(value, "__dict__") is not None
             and hasattr(type(value), "__weakref__")
             and not isinstance(value, _FUNCTIONS)
-            and not _is_library(type(value).__module__)
+            and not is_library(type(value).__module__)
         ):
             reached.objects.append(value)
         yield from _from_callable(value) if callable(value) else _attributes(value)
@@ -299,14 +299,14 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
 def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[object]:
     if (
         isinstance(value, nn.Module)
-        or not _is_library(type(value).__module__)
+        or not is_library(type(value).__module__)
         or isinstance(value, types.SimpleNamespace | argparse.Namespace)
     ):
         members = list((_member(value, "__dict__") or {}).items())
         for name, member in members[:_MAX_MEMBERS]:
             if name not in skip:
                 yield member
-        for name in _slots_of(type(value)):
+        for name in slots_of(type(value)):
             yield _member(value, name)
 
 
@@ -338,8 +338,8 @@ def _from_callable(fn: object) -> list[object]:
 def _from_function(fn: types.FunctionType) -> list[object]:
     wrapped = getattr(fn, "__wrapped__", None)
     found = [] if wrapped is None else [wrapped]
-    is_library = _is_library(fn.__module__)
-    if is_library and fn.__closure__ is None:
+    is_of_library = is_library(fn.__module__)
+    if is_of_library and fn.__closure__ is None:
         return found
     for cell in fn.__closure__ or ():
         try:
@@ -350,13 +350,13 @@ def _from_function(fn: types.FunctionType) -> list[object]:
         found += fn.__defaults__
     if fn.__kwdefaults__:
         found += fn.__kwdefaults__.values()
-    if is_library:
+    if is_of_library:
         return found
     names = _names(fn.__code__)
     for name in names.of_globals:
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            if not _is_library(value.__name__):
+            if not is_library(value.__name__):
                 found += [member for key, member in list(vars(value).items()) if key in names.of_attributes]
         elif value is not None:
             found.append(value)
@@ -376,12 +376,12 @@ def own_code(objects: Iterable[object]) -> list[types.CodeType]:
         seen.add(id(value))
         if isinstance(value, types.FunctionType):
             pending += _from_function(value)
-            found += [] if _is_library(value.__module__) else [value.__code__]
+            found += [] if is_library(value.__module__) else [value.__code__]
         elif isinstance(value, types.MethodType | functools.partial):
             pending += _from_callable(value)
         else:
             for kind in (value if isinstance(value, type) else type(value)).__mro__:
-                if not _is_library(kind.__module__):
+                if not is_library(kind.__module__):
                     pending += [one for one in vars(kind).values() if isinstance(one, types.FunctionType)]
     for code in found:  # which grows
         found += [one for one in code.co_consts if isinstance(one, types.CodeType)]

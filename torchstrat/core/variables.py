@@ -110,6 +110,8 @@ class VariableRegistry:
         self._thread_locals, self._arrays = WeakOrdered(), WeakOrdered()
         self.objects: list[weakref.ref[object]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
+        self.reached: Sequence[object] = ()
+        """In the first run of a step: it, and all that it reaches."""
         self.variables = WeakOrdered()
         """The `Variable` objects that every process creates."""
         self._given_up = WeakOrdered()
@@ -237,7 +239,7 @@ class VariableRegistry:
         before = self._walked.get(step)
         is_new = before is None or not start.is_same(before) or (self.looks_for_flat and self._has_new_flat_memory())
         self.may_create = is_new
-        self.objects, self.new_code = [], ()
+        self.objects, self.new_code, self.reached = [], (), ()
         if start.is_closed and not is_new:
             return []
         found = start.walk(again=not is_new)
@@ -254,6 +256,7 @@ class VariableRegistry:
         if is_new:
             self._note_vectors(found.plain)
             self.new_code = own_code([fn, *self._modules])
+            self.reached = (fn, *found.classes, *found.seen.values())
         start.forget_objects()
         self._remember(step, start)
         return adopted if is_new else []  # else it may have been made by an earlier run of the step

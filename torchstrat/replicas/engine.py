@@ -11,18 +11,26 @@ replica, a tensor that several have changed in place.
 
 from __future__ import annotations
 
+import collections
+import dis
+import functools
+import itertools
+import operator
+import types
 import warnings
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import POSITION_IN_LOADER, loader_iterator, version_of
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
+from torchstrat.core.reachable import is_library, slots_of
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import BatchInfo, PerReplica, Weights, select_replica
 
@@ -225,6 +233,8 @@ def add_note(error: BaseException, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
+_MOST = 64  # members of a list or a dictionary: longer ones hold data
+_ITERATORS = frozenset({type(iter(range(0))), type(iter([])), type(iter(()))})
 _POSITION = "the position of a DataLoader's iterator"
 
 
@@ -239,53 +249,95 @@ _REMEDIES = {
 }
 
 
+def _itself(value: object) -> object:
+    return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _set_globals(code: types.CodeType) -> tuple[str, ...]:
+    """Names that it assigns to with ``global``, and the functions defined in it."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"]
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _set_globals(one)]
+    return (*own, *inner)
+
+
+def _in_cell(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is assigned later
+        return None
+
+
+def _numbers_in(holder: Any) -> dict[str, int]:
+    """What a program may count with, by names for a message."""
+    kind, found = type(holder), dict[str, Any]()
+    if isinstance(holder, loader_iterator):
+        found = {_POSITION: vars(holder).get(POSITION_IN_LOADER)}
+    elif kind in (list, collections.deque):
+        found = {f"element {i} of a {kind.__name__}": one for i, one in enumerate(itertools.islice(holder, _MOST))}
+    elif kind in (dict, collections.Counter, collections.defaultdict, collections.OrderedDict):
+        found = {f"{key!r} of a {kind.__name__}": one for key, one in itertools.islice(holder.items(), _MOST)}
+    elif kind is types.GeneratorType:
+        frame = holder.gi_frame
+        found = {f"{key} in {holder.__name__}()": one for key, one in (frame.f_locals if frame else {}).items()}
+    elif kind in _ITERATORS:
+        found = {f"the position of a {kind.__name__}": -operator.length_hint(holder)}
+    elif kind is itertools.count:
+        text = repr(holder).removeprefix("count(").removesuffix(")")
+        found = {"itertools.count()": int(text) if text.isdecimal() else None}
+    elif isinstance(holder, type | types.FunctionType):
+        found = {f"{holder.__name__}.{key}": one for key, one in vars(holder).items()}
+        if isinstance(holder, types.FunctionType):
+            found |= {f"the global {key}": holder.__globals__.get(key) for key in _set_globals(holder.__code__)}
+            cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
+            found |= {f"{key} of the function around {holder.__name__}()": _in_cell(cell) for key, cell in cells}
+    elif isinstance(holder, types.SimpleNamespace) or not (
+        isinstance(holder, nn.Module) or is_library(kind.__module__)
+    ):
+        found = {f"{kind.__name__}.{key}": one for key, one in getattr(holder, "__dict__", {}).items()}
+        found |= {f"{kind.__name__}.{key}": getattr(holder, key, None) for key in slots_of(kind)}
+    return {key: value for key, value in found.items() if type(value) is int}
+
+
 class StepCounts:
-    """Numbers in objects of the program's own, in one run of a strategy after the other; and how far iterators of
-    loaders are, from which a step takes batches."""
+    """Whole numbers that a step reaches, in one run of a strategy after the other: in objects of the program's own, and
+    in a step's first run in lists, globals and the like; and how far iterators of loaders are, from which a step takes
+    batches."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[weakref.ref[object], dict[str, int]]] = []
+        self._before: list[tuple[Callable[[], object], dict[str, int]]] = []
         self._told: set[str] = set()
 
-    def begin(self, objects: Sequence[weakref.ref[object]]) -> None:
-        """A run begins, whose step reaches these."""
-        self._before = []
-        for reference in objects:
-            one = reference()
-            is_iterator = isinstance(one, loader_iterator)
-            numbers = {
-                name: value
-                for name, value in getattr(one, "__dict__", {}).items()
-                if type(value) is int and (not is_iterator or name == POSITION_IN_LOADER)
-            }
-            if numbers:
-                self._before.append((reference, numbers))
+    def begin(self, objects: Sequence[weakref.ref[object]], reached: Iterable[object] = ()) -> None:
+        """A run begins, whose step reaches these objects. ``reached``: all that a new step reaches."""
+        places: list[Callable[[], object]] = [*objects]
+        known = {id(reference()) for reference in objects}
+        places += [functools.partial(_itself, one) for one in reached if id(one) not in known]
+        self._before = [(place, numbers) for place in places if (numbers := _numbers_in(place()))]
 
     def grown_by(self, number: int) -> list[str]:
         """The run has ended: what has grown by exactly ``number``, as ``Class.attribute``."""
         before, self._before = self._before, []
-        return [
-            _POSITION if isinstance(one, loader_iterator) else f"{type(one).__name__}.{name}"
-            for reference, numbers in before
-            if (one := reference()) is not None
-            for name, value in numbers.items()
-            if vars(one).get(name) == value + number
-        ]
+        found = []
+        for place, numbers in before:
+            now = _numbers_in(place())
+            found += [name for name, value in numbers.items() if now.get(name) == value + number]
+        return found
 
     def warn_of_shared(self, replicas: int) -> None:
         """The run has ended, of so many replicas in this process."""
         self._warn(
             self.grown_by(replicas),
-            f"has grown by {replicas} in one run: the {replicas} replicas of this process share the object, and each "
-            "has added 1, where a step on one device adds 1.",
+            f"has grown by {replicas} in one run: the {replicas} replicas of this process share it, and each has "
+            "added 1, where a step on one device adds 1.",
         )
 
     def warn_of_missed(self, names: Iterable[str]) -> None:
         """The run has ended, and the step, which this process did not run, has added 1 to these elsewhere."""
         self._warn(
             names,
-            "has grown by 1 in a run in which this process had no rows: it did not run the step, and its object is "
-            "as it was.",
+            "has grown by 1 in a run in which this process had no rows: it did not run the step, and what it "
+            "has is as it was.",
         )
 
     def _warn(self, names: Iterable[str], what: str) -> None:

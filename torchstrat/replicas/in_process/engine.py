@@ -227,7 +227,8 @@ class InProcessReplicas(ReplicaEngine):
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
             if not weights.active:
                 return PerReplica((), weights=weights)
-            self._counts.begin(self.registry.objects if len(inputs) > 1 else ())
+            reached = (self.registry.objects, self.registry.reached) if len(inputs) > 1 else ((), ())
+            self._counts.begin(*reached)
             results = self._run_replicas(baton, weights, fn, inputs)
             self._counts.warn_of_shared(len(inputs))
             if self._gradients.is_pending:
