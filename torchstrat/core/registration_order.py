@@ -35,6 +35,11 @@ class WeakOrdered:
         self.count += 1
         return True
 
+    @property
+    def gone(self) -> int:
+        """How many of these are there no more."""
+        return self.count - len(self._references)
+
     def discard(self, value: object) -> None:
         self._references.pop(id(value), None)
         self._numbers.pop(id(value), None)
@@ -86,15 +91,16 @@ class FirstPlaces:
     def __init__(self, *holders: WeakOrdered) -> None:
         self._holders = holders  # by kind
         self._first: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
-        self._population: tuple[int, ...] = ()
+        self._gone = 0
         self._left: dict[int, Place] = {}
 
     def note(self, tensor: torch.Tensor, place: Place) -> None:
         """``tensor`` is found there, and at no place before it."""
-        key, first = id(tensor), self._first
+        key, first, left = id(tensor), self._first, self._left
 
-        def forget(_: object) -> None:
+        def forget(_: object) -> None:  # another tensor may come to have its ``id``
             first.pop(key, None)
+            left.pop(key, None)
 
         if (before := first.get(key)) is None:
             first[key] = weakref.ref(tensor, forget), place
@@ -109,15 +115,16 @@ class FirstPlaces:
 
     def left(self) -> Mapping[int, Place]:
         """``id`` → first place of the variables that have lived longer than what was there."""
-        population = tuple(number for holder in self._holders for number in (holder.count, len(holder.ids())))
-        if population != self._population:
-            self._population = population
+        gone = sum([holder.gone for holder in self._holders])
+        if gone != self._gone:
+            self._gone = gone
             alive = [set(holder.numbers()) for holder in self._holders]
-            self._left = {
-                key: place for key, (_, place) in list(self._first.items()) if place.number not in alive[place.kind]
-            }
+            self._left.clear()
+            for key, (_, place) in list(self._first.items()):
+                if place.number not in alive[place.kind]:
+                    self._left[key] = place
         return self._left
 
     def clear(self) -> None:
         self._first.clear()
-        self._left = {}
+        self._left.clear()
