@@ -111,7 +111,7 @@ class VariableRegistry:
         self.objects: list[weakref.ref[object]] = []
         """Those of the program's own classes that the step of this run reaches, the nearest first."""
         self.reached: Sequence[object] = ()
-        """In the first run of a step: it, and all that it reaches."""
+        """In the first run of a step: it, and all that it reaches. For who takes it to let it go."""
         self.variables = WeakOrdered()
         """The `Variable` objects that every process creates."""
         self._given_up = WeakOrdered()
@@ -123,7 +123,8 @@ class VariableRegistry:
         self.is_in_step = False
         """Whether replicas run a step now."""
         self.looks_for_flat = False
-        """Whether variables and gradients that share memory have to be told, for replicas of one process."""
+        """Whether variables and gradients that share memory have to be told, and `reached`: for replicas of one
+        process."""
         self._flat_seen: set[int] = set()
         self._stands_for: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
         self._watch = CreationWatch(Watcher(is_current, self._on_member, self._on_copy, self._on_helper))
@@ -256,7 +257,8 @@ class VariableRegistry:
         if is_new:
             self._note_vectors(found.plain)
             self.new_code = own_code([fn, *self._modules])
-            self.reached = (fn, *found.classes, *found.seen.values())
+            if self.looks_for_flat:
+                self.reached = (fn, *found.classes, *found.seen.values())
         start.forget_objects()
         self._remember(step, start)
         return adopted if is_new else []  # else it may have been made by an earlier run of the step

@@ -227,8 +227,8 @@ class InProcessReplicas(ReplicaEngine):
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
             if not weights.active:
                 return PerReplica((), weights=weights)
-            reached = (self.registry.objects, self.registry.reached) if len(inputs) > 1 else ((), ())
-            self._counts.begin(*reached)
+            if len(inputs) > 1:
+                self._counts.begin(self.registry.objects, self.registry.reached)
             results = self._run_replicas(baton, weights, fn, inputs)
             self._counts.warn_of_shared(len(inputs))
             if self._gradients.is_pending:
@@ -237,6 +237,8 @@ class InProcessReplicas(ReplicaEngine):
                 self._steps_outside.watch(self.registry.optimizers())
             return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
+            self._counts.begin(())
+            self.registry.reached = ()  # nothing of the program's is to live on here
             if baton.is_over or not baton.is_begun:
                 self._baton = None
 

@@ -122,7 +122,7 @@ class IdleReplicas:
         if self._first != OWNER:
             self._lend_state()
         is_first = self._world.rank == self._first
-        self._counts.begin(self._registry.objects, self._registry.reached)
+        self._counts.begin(self._registry.objects)
         self._attributes = _attributes_of(self._registry) if is_first else {}
         optimizers = self._registry.optimizers() if is_first else []
         self._settings = [_settings_of(one) for one in optimizers]
