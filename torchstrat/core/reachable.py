@@ -335,17 +335,21 @@ def _from_callable(fn: object) -> list[object]:
     return [*([] if wrapped is None else [wrapped]), *_attributes(fn), *called]
 
 
+def in_cell(cell: types.CellType) -> object:
+    """What a name of the function around has; None where it is assigned later."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 def _from_function(fn: types.FunctionType) -> list[object]:
     wrapped = getattr(fn, "__wrapped__", None)
     found = [] if wrapped is None else [wrapped]
     is_of_library = is_library(fn.__module__)
     if is_of_library and fn.__closure__ is None:
         return found
-    for cell in fn.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a name that is assigned later
-            continue
+    found += map(in_cell, fn.__closure__ or ())
     if fn.__defaults__:
         found += fn.__defaults__
     if fn.__kwdefaults__:

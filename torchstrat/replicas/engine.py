@@ -30,7 +30,7 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import POSITION_IN_LOADER, loader_iterator, version_of
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import InvalidArgumentError, StrategyMixingError, StructureMismatchError
-from torchstrat.core.reachable import is_library, slots_of
+from torchstrat.core.reachable import in_cell, is_library, slots_of
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import BatchInfo, PerReplica, Weights, select_replica
 
@@ -261,13 +261,6 @@ def _set_globals(code: types.CodeType) -> tuple[str, ...]:
     return (*own, *inner)
 
 
-def _in_cell(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is assigned later
-        return None
-
-
 def _numbers_in(holder: Any) -> dict[str, int]:
     """What a program may count with, by names for a message."""
     kind, found = type(holder), dict[str, Any]()
@@ -290,7 +283,7 @@ def _numbers_in(holder: Any) -> dict[str, int]:
         if isinstance(holder, types.FunctionType):
             found |= {f"the global {key}": holder.__globals__.get(key) for key in _set_globals(holder.__code__)}
             cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
-            found |= {f"{key} of the function around {holder.__name__}()": _in_cell(cell) for key, cell in cells}
+            found |= {f"{key} of the function around {holder.__name__}()": in_cell(cell) for key, cell in cells}
     elif isinstance(holder, types.SimpleNamespace) or not (
         isinstance(holder, nn.Module) or is_library(kind.__module__)
     ):
@@ -308,11 +301,12 @@ class StepCounts:
         self._before: list[tuple[Callable[[], object], dict[str, int]]] = []
         self._told: set[str] = set()
 
-    def begin(self, objects: Sequence[weakref.ref[object]], reached: Iterable[object] = ()) -> None:
+    def begin(self, objects: Sequence[weakref.ref[object]], reached: Sequence[object] = ()) -> None:
         """A run begins, whose step reaches these objects. ``reached``: all that a new step reaches."""
         places: list[Callable[[], object]] = [*objects]
-        known = {id(reference()) for reference in objects}
-        places += [functools.partial(_itself, one) for one in reached if id(one) not in known]
+        if reached:
+            known = {id(reference()) for reference in objects}
+            places += [functools.partial(_itself, one) for one in reached if id(one) not in known]
         self._before = [(place, numbers) for place in places if (numbers := _numbers_in(place()))]
 
     def grown_by(self, number: int) -> list[str]:

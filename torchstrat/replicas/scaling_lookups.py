@@ -390,19 +390,18 @@ class ScalingLookups:
         if not known:
             return
         aliases = aliases_of(known, self._inner()) if self._is_first_run() else [[] for _ in known]
-        arrays = self._registry.arrays()
+        arrays = [[array for array in self._registry.arrays() if shows(array, table)] for table in known]
         for replica in self._replicas:
             before = {id(group.table): group for group in last.get(replica, ())}
             self._groups[replica] = groups = []
-            for table, others in zip(known, aliases, strict=True):
+            for table, others, shown in zip(known, aliases, arrays, strict=True):
                 group = before.get(id(table)) or self._group([table])
                 group.begin_run()
                 for one in others:
                     if not group.has(one):
                         group.add(one)
-                for array in arrays:
-                    if shows(array, table):
-                        group.lend(array, _AN_ARRAY)
+                for array in shown:
+                    group.lend(array, _AN_ARRAY)
                 groups.append(group)
         self._have_readers_ask()
 

@@ -239,12 +239,17 @@ class WholeCopies:
 
     def has(self, value: torch.Tensor) -> bool:
         """Whether it is one of these."""
-        return id(value) in self._known and self._known[id(value)].whole() is value
+        return self._copy_of(value) is not None
+
+    def _copy_of(self, value: object) -> _Copy | None:
+        """What is known of ``value``, where it is one of these."""
+        known = self._known.get(id(value))
+        return known if known is not None and known.whole() is value else None
 
     def warn_of_reader(self, value: object) -> None:
         """Once: ``value`` is read, and steps have changed what it is a copy of."""
-        known = self._known.get(id(value))
-        if self._has_warned or known is None or known.whole() is not value:
+        known = self._copy_of(value)
+        if self._has_warned or known is None:
             return
         source = known.source()
         if version_of(local_of(source)) == known.source_version:
@@ -260,8 +265,8 @@ class WholeCopies:
 
     def used(self, value: torch.Tensor, made: object) -> None:
         """A function has had ``value``, and ``made`` this, which may be a view of it, or an array."""
-        known = self._known.get(id(value))
-        if known is None or known.whole() is not value:
+        known = self._copy_of(value)
+        if known is None:
             return
         for one in nest.flatten([made]):
             if isinstance(one, np.ndarray):
@@ -285,8 +290,8 @@ class WholeCopies:
 
         Raises `UnsupportedError` where steps have changed it as well.
         """
-        known = self._known.get(id(value))
-        if known is None or known.whole() is not value:
+        known = self._copy_of(value)
+        if known is None:
             return value
         source = known.source()
         with DisableTorchFunctionSubclass():
