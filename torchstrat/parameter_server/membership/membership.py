@@ -366,7 +366,7 @@ class Rendezvous:
                 return
             self._call_back(self._on_joined, peer, greeted.status)
             with self._changed:
-                if place.stop.is_set():
+                if place.stop.is_set() or place.let_go:  # by what was called
                     return
                 place.joined = True
                 self._changed.notify_all()
