@@ -102,7 +102,7 @@ def held_on(cluster: LocalCluster) -> Mapping[str, Held]:
 
 
 def grown(early: Mapping[str, Held], late: Mapping[str, Held]) -> list[str]:
-    """Which processes hold more; a few trials more or less were there when it was looked."""
+    """Which processes hold more than a trial or two."""
     return [
         f"{name}: {before} → {now}"
         for name, now in late.items()
@@ -121,8 +121,9 @@ def grown(early: Mapping[str, Held], late: Mapping[str, Held]) -> list[str]:
 def test_trials_whose_models_are_dropped_while_their_functions_run(
     trials: int, kills: int, width: int, request: pytest.FixtureRequest
 ) -> None:
-    """The kills are among the first half: then processes are measured, which have changed for the last time. What the
-    second half would leave is 80 MB or more on each worker, and half of that on each server."""
+    """The kills are among the first half: then processes are measured, which have changed for the last time; as at the
+    end with nothing under way, since a model more or less is 37 MB on a server. What the second half would leave is
+    80 MB or more on each worker, and half of that on each server."""
     with LocalCluster(workers=2, ps=2, restart=RestartPolicy(quick_seconds=0.0)) as cluster:
         strategy = ts.ParameterServerStrategy(cluster.resolver)
         request.addfinalizer(strategy.close)
@@ -142,6 +143,8 @@ def test_trials_whose_models_are_dropped_while_their_functions_run(
             gc.collect()
             before = values
             if number == trials // 2 + 2:
+                check(values)
+                coordinator.join(timeout=PATIENCE_SECONDS)
                 both_have_run(coordinator)
                 early = held_on(cluster)
         check(before)
