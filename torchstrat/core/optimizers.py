@@ -297,16 +297,24 @@ def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) ->
     nothing: what a class of the user's own does with no parameters at all is not known, and LBFGS fails.
 
     PyTorch puts its hooks around a class when the first of its objects is made; a class that has come from another
-    process has none, or those of the other process. ``without_compiler``: see `step_without_compiler`.
+    process has none, or those of the other process. Objects of the class that have no tables of hooks, which PyTorch's
+    constructor makes, step as before. ``without_compiler``: see `step_without_compiler`.
     """
     if getattr(kind.step, _TAKEN_OVER, None) is _HERE:
         return
     inner = step_without_compiler(kind.step) if without_compiler else _without_hooks(kind)
     if not hasattr(inner, _CAN_IDLE):
         inner = _idling(inner)
-    kind.step = Optimizer.profile_hook_step(inner)  # type: ignore[method-assign,assignment]
-    kind.step.hooked = True  # type: ignore[attr-defined]
-    setattr(kind.step, _TAKEN_OVER, _HERE)
+    hooked = Optimizer.profile_hook_step(inner)
+    hooked.hooked = True  # type: ignore[attr-defined]
+
+    @functools.wraps(hooked)
+    def step(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
+        has_tables = hasattr(optimizer, "_optimizer_step_post_hooks")
+        return (hooked if has_tables else inner)(optimizer, *args, **kwargs)
+
+    kind.step = step  # type: ignore[method-assign,assignment]
+    setattr(step, _TAKEN_OVER, _HERE)
 
 
 def give_hook_tables(optimizer: Optimizer) -> None:
