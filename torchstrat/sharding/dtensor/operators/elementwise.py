@@ -185,7 +185,11 @@ def in_place(call: Call, target: torch.Tensor, *args: object, **kwargs: object) 
 
 def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
     if not isinstance(target, CutTensor):
-        raise call.refused("would write it to one that is not; use what replicate_to_logical_devices returns")
+        raise call.refused(
+            "would write it to one that is not; use what replicate_to_logical_devices returns. If that is a parameter, "
+            "name it in sharding_rules, too: those of an AveragedModel that is made in one scope with its model are "
+            "called 'module.…'; made in another scope, behind it, it is cut as its model is"
+        )
     if not target.can_be_written:
         raise call.refused("would change it in place; write the result to a new tensor")
     if torch.is_grad_enabled() and any(requires_grad(one) for one in (target, *others)):
