@@ -15,7 +15,8 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from tests.matrix import places
 from tests.matrix.batch_kinds import COUNTS, KINDS, ROWS, Example, Kind, examples_of
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, cells_at, refused
 from torchstrat.core import nest
-from torchstrat.data import distributed, marks, rows, streams
+from torchstrat.data import distributed, marks, prefetch, rows, streams
 from torchstrat.errors import WrongTypeError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -136,6 +137,14 @@ def _generator(kind: Kind) -> Iterator[Any]:
     return (batch for batch in _loader(kind))
 
 
+def _filling_again(kind: Kind) -> Iterator[Any]:
+    """Each batch in the memory of the first, as readers of files do that allocate once."""
+    memory: Any = None
+    for batch in _loader(kind):
+        memory = batch if memory is None else memory
+        yield nest.map_structure(lambda kept, new: kept[: len(new)].copy_(new), memory, batch)
+
+
 def _stateful(kind: Kind) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -176,6 +185,9 @@ COLUMNS: Mapping[str, Column] = {
     "augmenting data set": Column(_augmenting, where=_FEW, without=_DICTS),
     "iterable data set": Column(lambda kind: DataLoader(Stream(_dataset(kind)), ROWS, collate_fn=kind.collate)),
     "generator": Column(_generator, sees_examples=False),
+    "generator that fills its memory again": Column(
+        _filling_again, sees_examples=False, without=frozenset(KINDS) - {"tuple", "dict"}
+    ),
     "data set of batches": Column(
         lambda kind: Rows(list(_loader(kind))), sees_examples=False, where=_FEW, by_items=True
     ),
@@ -303,6 +315,21 @@ def _shallow(like: Any, values: list[Any]) -> Any:
     return made
 
 
+@contextmanager
+def _copying_when_asked() -> Iterator[None]:
+    class Asked(Future[object]):
+        def result(self, timeout: float | None = None) -> object:
+            return self.job()  # type: ignore[attr-defined]
+
+    def submit(_: object, job: Callable[[], object]) -> Future[object]:
+        future = Asked()
+        future.job = job  # type: ignore[attr-defined]
+        return future
+
+    with patch.object(prefetch, "wait"), patch.object(prefetch._Background, "submit", submit):
+        yield
+
+
 _cut_along = rows._cut_along
 FAULTS = (
     PlantedFault(
@@ -329,6 +356,16 @@ FAULTS = (
         "tuples of a class of their own become plain ones",
         _with(nest, "_rebuild_tuple", lambda like, values: tuple(values)),
         cells_at("tuple with a constructor of its own", "generator"),
+    ),
+    PlantedFault(
+        "the next batch is read while one is copied",
+        _copying_when_asked,
+        cells_at("tuple", "generator that fills its memory again", places.TPU),
+    ),
+    PlantedFault(
+        "rows that wait to be taken apart stay where they were read to",
+        _with(distributed, "in_own_memory", lambda leaf: leaf),
+        cells_at("dict", "generator that fills its memory again", places.TPU),
     ),
     PlantedFault(
         "a mapping's class is called with pairs",

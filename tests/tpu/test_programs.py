@@ -201,3 +201,20 @@ def test_what_replicas_change_differently(aggregation: str | None, becomes: list
     texts = [str(one.message) for one in said if "replica" in str(one.message)]
     assert len(texts) == len(warns), texts
     assert all(any(re.search(pattern, text) for text in texts) for pattern in warns), texts
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batches_come_to_the_devices_while_programs_run(replicas: int) -> None:
+    """Of one replica they were zeros now and then, one of some thousand: `XlaRuntime.replicate`."""
+    strategy = strategy_of(replicas, 2)
+    batches = [(torch.full((4, 2), float(index)), torch.tensor([index] * 4), torch.rand(4, 1, 2, 1, 1, 2) + index)
+               for index in range(300)]  # fmt: skip
+
+    def step(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.stack([one.sum(dtype=torch.float64) for one in batch])
+
+    found = [
+        strategy.reduce("sum", strategy.run(step, args=(batch,)))
+        for batch in strategy.distribute_dataset(list(batches))
+    ]
+    torch.testing.assert_close([one.cpu() for one in found], [step(batch) for batch in batches])

@@ -630,3 +630,31 @@ def test_options_are_told_apart_and_other_strategies_take_no_notice() -> None:
     assert "global_view" not in repr(ts.RunOptions())
     with mirrored() as strategy:
         assert seen(strategy.run(lambda x: x.sum(), args=(own([1.0], [2.0]),), options=GLOBAL)) == [1, 2]
+
+
+@pytest.mark.parametrize(("replicas", "rank"), [(1, 2), (1, 6), (2, 2), (2, 6)])
+def test_what_runs_in_the_background_copies_and_records_nothing(
+    replicas: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch_xla makes zeros of a tensor that another thread moves, by `Tensor.to` or by an operation that is recorded,
+    while a program starts."""
+    moving: set[str] = set()
+
+    def noting(move: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            moving.add(threading.current_thread().name)
+            return move(*args, **kwargs)
+
+        return noted
+
+    batches = [torch.full((2 * replicas, *[1] * (rank - 1)), float(index)) for index in range(4)]
+    with fake_tpu(replicas, 2) as strategy:
+        iterator = iter(strategy.distribute_dataset([{"x": batch, "n": None} for batch in batches]))
+        for name in ("to", "reshape"):
+            monkeypatch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
+        placed = [next(iterator)["x"] for _ in batches]
+        monkeypatch.undo()
+        assert "torchstrat-prefetch" not in moving
+        sums = [strategy.reduce("sum", strategy.run(torch.sum, args=(batch,))) for batch in placed]
+        assert [float(one) for one in sums] == [2.0 * replicas * index for index in range(4)]
+        assert runtime_of(strategy).placed >= 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torchstrat.data import rows
 from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions
 from torchstrat.data.position import Progress, Saved, Standing, Terms, state_of
-from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
+from torchstrat.data.prefetch import Ahead, Placement, Prefetcher, in_own_memory
 from torchstrat.data.streams import Step
 
 if TYPE_CHECKING:
@@ -361,6 +362,8 @@ class DistributedIterator(context.OfStrategy):
         place = self._placement.place if self._fetches else _leave
         behind = not self._reading.here and steps_read_ahead(layout, options, feed.has_workers) > 0
         ahead = _ahead(feed, options, self._placement.copies, behind=behind)
+        if ahead is not Ahead.NOTHING:
+            place = partial(_place_apart, place)
         steps = self._progress.following(self._reading.steps, self._reading.standing)
         self._prefetcher = Prefetcher(steps, place, options.per_replica_buffer_size, ahead)
 
@@ -497,8 +500,18 @@ def _ahead(feed: Feed, options: InputOptions, copies: bool, *, behind: bool) -> 
     return Ahead.COPY if copies or options.per_replica_buffer_size > 1 else Ahead.NOTHING
 
 
-def _leave(step: Step) -> tuple[Step, tuple[object, ...]]:
+_Placed = tuple[Step, tuple[object, ...]]
+
+
+def _leave(step: Step) -> _Placed:
     return step, ()
+
+
+def _place_apart(place: Callable[[Step], _Placed], step: Step) -> _Placed:
+    """What is not copied to a device is copied on the host; see `in_own_memory`."""
+    placed, events = place(step)
+    components = tuple(rows.map_leaves(in_own_memory, component) for component in placed.components)
+    return Step(components, placed.rows, placed.checksum), events
 
 
 def _zip(wrap: Callable[[tuple[object, ...]], object], components: tuple[nest.Nest, ...]) -> nest.Nest:

@@ -13,11 +13,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Final, Generic, TypeGuard, TypeVar
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
 from torchstrat.data import marks, rows
@@ -95,6 +97,7 @@ class Prefetcher(Generic[T]):
         self._depth = depth
         self._ahead = ahead
         self._waiting: deque[Future[object]] = deque()
+        self._placing: list[Future[object]] = []
         self._background: _Background | None = None
         self._finalizer: Callable[[], object] | None = None
 
@@ -129,6 +132,7 @@ class Prefetcher(Generic[T]):
             if self._ahead is Ahead.READ_AND_COPY:
                 self._waiting.append(self._background.submit(partial(_pull_and_place, self._source, self._place)))
                 continue
+            wait(self._placing)  # the source may fill the same memory again
             try:
                 element = _pull(self._source)
             except BaseException as error:  # not before the elements that came first have been handed out
@@ -140,12 +144,14 @@ class Prefetcher(Generic[T]):
             if element is _END:
                 self._source = None
                 return
-            self._waiting.append(self._background.submit(partial(self._place, element)))
+            self._placing = [self._background.submit(partial(self._place, element))]
+            self._waiting += self._placing
 
     def close(self) -> None:
         """Stop reading, and end the thread. Idempotent."""
         self._source = None
         self._waiting.clear()
+        self._placing.clear()
         if self._finalizer is not None:
             self._finalizer()
 
@@ -227,6 +233,20 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
         return marks.with_children(leaf, held, [to_device(child, device) for child in held])
 
     return rows.map_leaves(move, batch)
+
+
+def in_own_memory(leaf: nest.Nest) -> nest.Nest:
+    """What is on the host, copied: for batches that wait while their source goes on, which may fill the same memory."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone() if leaf.device.type == "cpu" else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if isinstance(leaf, PackedSequence):
+        return leaf._replace(data=in_own_memory(leaf.data))
+    if not nest.is_nested(leaf) and not marks.is_container(leaf):
+        return leaf
+    held = marks.children(leaf)
+    return marks.with_children(leaf, held, [in_own_memory(child) for child in held])
 
 
 def _is_dense(leaf: object) -> TypeGuard[torch.Tensor]:

@@ -139,6 +139,13 @@ class FakeSpmdRuntime:
         self.placed += 1
         return stacked
 
+    def replicate(self, tensor: torch.Tensor, grid: DeviceGrid) -> torch.Tensor:
+        """A copy. Raises if ``tensor`` is not on the host."""
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(f"replicate needs a tensor on the host; got one on {tensor.device}.")
+        self.placed += 1
+        return tensor.clone()
+
     def execute(self, *, wait: bool = False) -> None:
         """Count; everything has run already. See `program`."""
         self.executions += 1

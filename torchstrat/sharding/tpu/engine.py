@@ -35,7 +35,16 @@ from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
 from torchstrat.sharding.tpu.draws import Drawing, RandomStream, is_draw, is_fill, on_host, target_of
-from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LanePlacement, LaneValues, Pass, Stacked, global_inputs
+from torchstrat.sharding.tpu.lane_values import (
+    Feeder,
+    Inputs,
+    LanePlacement,
+    LaneValues,
+    Pass,
+    Stacked,
+    WholePlacement,
+    global_inputs,
+)
 from torchstrat.sharding.tpu.lanes import Arguments, Function, Lanes, Options
 from torchstrat.sharding.tpu.limits import refused_program, require_python
 from torchstrat.sharding.tpu.passes import Alone, Passes
@@ -198,7 +207,7 @@ class SpmdReplicas(ReplicaEngine):
             num_replicas=self._num_replicas,
             local_replicas=self.local_replicas,
             devices=(self._runtime.device,) * self._num_replicas,
-            placement=LanePlacement(self._feeder) if several else None,
+            placement=LanePlacement(self._feeder) if several else WholePlacement(self._feeder, self._runtime.device),
             join=lane_values.join if several else None,
         )
 

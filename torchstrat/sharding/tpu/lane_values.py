@@ -1,6 +1,6 @@
 """Values with one component per replica that are one tensor to the program: results, batches, what the lanes see.
 
-In this order: `LaneValues`, which `run` returns; `Feeder` and `LanePlacement`, which bring batches to the devices, each
+In this order: `LaneValues`, which `run` returns; `Feeder` and its placements, which bring batches to the devices, each
 replica's part to its own, in the background while a step runs; `Inputs`, from what `run` was given to what the lanes of
 each pass see.
 """
@@ -20,6 +20,7 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import BatchInfo, DistributedValues, PerReplica
 from torchstrat.data import rows
+from torchstrat.data.prefetch import to_device
 from torchstrat.data.rows import RowsOnTheirWay
 from torchstrat.data.streams import Step
 from torchstrat.replicas.engine import regroup
@@ -161,6 +162,12 @@ class Feeder:
         self._fed[stacked] = sharding
         return stacked
 
+    def upload(self, leaf: object) -> object:
+        """A leaf of a batch for the only replica, whole on every device; itself where that cannot be in any thread."""
+        if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not _is_on_host([leaf]):
+            return leaf
+        return self._runtime.replicate(leaf, self._grid)
+
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor for all replicas, whole on every device."""
         if tensor.device == self._runtime.device:
@@ -194,7 +201,8 @@ class LanePlacement:
         self._feeder = feeder
 
     def place(self, step: Step) -> tuple[Step, tuple[()]]:
-        """Start the copies, where all replicas have as many rows; uneven batches are taken apart when they are run."""
+        """Start the copies, where all replicas have as many rows; uneven batches are taken apart when they are run, and
+        what is not on the host or has too many dimensions is stacked then: that is recorded, by one thread alone."""
         structures = [nest.flatten(component) for component in step.components]
         if len(set(map(len, structures))) > 1:
             return step, ()  # lists with an entry for each row
@@ -210,7 +218,7 @@ class LanePlacement:
 
     def _placed(self, column: Sequence[object]) -> Sequence[object]:
         tensors = [one for one in column if isinstance(one, torch.Tensor)]
-        if not tensors:
+        if not tensors or not _is_on_host(tensors) or tensors[0].ndim >= MAXIMAL_RANK:
             return column
         spare = [tensors[0]] * (self._feeder.lanes - len(tensors))
         stacked = self._feeder.stack([*tensors, *spare])
@@ -228,6 +236,29 @@ def _is_even(column: Sequence[object]) -> bool:
     return _is_dense(first) and all(
         isinstance(one, torch.Tensor) and one.shape == first.shape and one.dtype == first.dtype for one in column
     )
+
+
+class WholePlacement:
+    """As `LanePlacement`, for one replica, whose batches are tensors."""
+
+    copies = True
+
+    def __init__(self, feeder: Feeder, device: torch.device) -> None:
+        self._feeder, self._device = feeder, device
+
+    def place(self, step: Step) -> tuple[Step, tuple[()]]:
+        components = tuple(rows.map_leaves(self._feeder.upload, component) for component in step.components)
+        return Step(components, step.rows, step.checksum), ()
+
+    def receive(self, placed: tuple[Step, tuple[object, ...]]) -> Step:
+        """In the thread that uses the batches: here may be recorded what could not be copied."""
+        step = placed[0]
+        components = tuple(to_device(component, self._device) for component in step.components)
+        return Step(components, step.rows, step.checksum)
+
+
+def _is_on_host(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" and _is_dense(tensor) for tensor in tensors)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

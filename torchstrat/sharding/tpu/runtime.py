@@ -165,10 +165,17 @@ class XlaRuntime:
 
     def place(self, parts: Sequence[torch.Tensor], sharding: Sharding, grid: DeviceGrid) -> torch.Tensor:
         shape = (len(parts), *parts[0].shape)
+        own = [part.clone() for part in parts]
         pieces: list[torch.Tensor | None] = [None] * self.num_devices
         for device, (lane, *rest) in sharding.tiles(shape, grid).items():
-            pieces[device] = parts[lane.start][tuple(rest)].unsqueeze(0).contiguous()
+            pieces[device] = own[lane.start][tuple(rest)].unsqueeze(0).contiguous()
         return _from_shards(pieces, _compiled_sharding(sharding, grid), torch.Size(shape))
+
+    def replicate(self, tensor: torch.Tensor, grid: DeviceGrid) -> torch.Tensor:
+        # Not `tensor.to(device)`: while another thread executes, torch_xla 2.9 makes zeros of it.
+        whole = Sharding.replicated(tensor.ndim, grid.num_logical_devices)
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        return _from_shards([own] * self.num_devices, _compiled_sharding(whole, grid), own.shape)
 
     def execute(self, *, wait: bool = False) -> None:
         _sync(wait=wait)

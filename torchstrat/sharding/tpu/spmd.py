@@ -19,7 +19,7 @@ class SpmdRuntime(Protocol):
     """One process's view of all devices of a program. Tensors are *global*: whole to Python, cut over the devices.
 
     Operations on tensors of `device` are recorded; `execute` compiles and runs what was recorded. Not for several
-    threads at once.
+    threads at once, but for `place` and `replicate`.
     """
 
     @property
@@ -49,7 +49,11 @@ class SpmdRuntime(Protocol):
 
     def place(self, parts: Sequence[torch.Tensor], sharding: Sharding, grid: DeviceGrid) -> torch.Tensor:
         """A global tensor made of equal parts on the host, one for each replica of the grid, stacked along a new first
-        dimension and cut like ``sharding``, which cuts that dimension over the replicas. May copy in the background."""
+        dimension and cut like ``sharding``, which cuts that dimension over the replicas. May copy in the background,
+        from memory of its own. From any thread."""
+
+    def replicate(self, tensor: torch.Tensor, grid: DeviceGrid) -> torch.Tensor:
+        """A tensor of the host, whole on every device; otherwise as `place`."""
 
     def execute(self, *, wait: bool = False) -> None:
         """Run what was recorded. ``wait``: until it has finished."""
