@@ -17,12 +17,13 @@ from torch import nn
 
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
 from torchstrat.errors import CommunicationError, NotSendableError, UnsupportedError
-from torchstrat.testing import Workers, contract, divergence
+from torchstrat.testing import Workers, WorkersError, contract, divergence
 from torchstrat.testing.cases_optimizers import FreeOfSchedules
 from torchstrat.testing.training import Batch, Mlp, Training, one_device, plain_step, regression, squared_error
 
 PROCESSES = 2
-DIVERGENCE_TIMEOUT = timedelta(seconds=3)
+DIVERGENCE_SECONDS = (3, 40)
+"""The strategy's timeout; the second where a machine is so busy that the first ends a call in which nobody diverges."""
 every_row = pytest.mark.parametrize("row", contract.TORCHRUN)
 
 
@@ -80,11 +81,11 @@ def test_one_strategy_after_the_other(row: str, two_processes: Workers) -> None:
         check_processes(name, list(snapshots))
 
 
-def observe(divergence_index: int, row_name: str) -> divergence.Observed:
+def observe(divergence_index: int, row_name: str, seconds: int) -> divergence.Observed:
     first = contract.TORCHRUN[row_name].make()
     try:
         first.gather(torch.zeros(1), 0)  # on a busy machine one process may be seconds behind the other
-        strategy = contract.TORCHRUN[row_name].make(timeout=DIVERGENCE_TIMEOUT)
+        strategy = contract.TORCHRUN[row_name].make(timeout=timedelta(seconds=seconds))
     finally:
         first.close()
     try:
@@ -95,7 +96,14 @@ def observe(divergence_index: int, row_name: str) -> divergence.Observed:
 
 @pytest.mark.parametrize(("index", "row"), DIVERGENCES)
 def test_divergence_is_reported_after_the_timeout(index: int, row: str, two_processes: Workers) -> None:
-    divergence.check(divergence.CASES[index], two_processes.run(observe, index, row))
+    short, long = DIVERGENCE_SECONDS
+    try:
+        observed = two_processes.run(observe, index, row, short)
+    except WorkersError as error:
+        if f"waited {short:.1f} s in taking over" not in str(error):
+            raise
+        observed = two_processes.run(observe, index, row, long)
+    divergence.check(divergence.CASES[index], observed)
 
 
 def run_hooked_half_way(row_name: str) -> tuple[list[float], list[float]]:

@@ -38,6 +38,9 @@ from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissi
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
+_TELLING_SECONDS = 10.0
+"""How long a rank waits to be told by those that met it with another call: each tells, and ends; on a busy machine
+later."""
 _PAUSE_SECONDS = 0.05
 _NOTHING = "\0"  # that nobody says
 
@@ -136,15 +139,15 @@ class FailureBoard:
 
     def calls(self, place: str, own: str, ranks: Sequence[int]) -> dict[int, str]:
         """What each of ``ranks`` says that it has called, all of which have met in ``place`` and find that they have
-        not called the same. Waits a little for them; a rank that did not say it in time is left out."""
+        not called the same. Waits for them; a rank that did not say it in time is left out."""
         keys = {f"calls/{place}/{rank}": rank for rank in ranks}
         said = {self._rank: own}
 
         def tell_and_hear(store: dist.Store) -> None:
             store.set(f"calls/{place}/{self._rank}", own)
-            collect(store, keys, said, PATIENCE_SECONDS)
+            collect(store, keys, said, _TELLING_SECONDS)
 
-        self.visit(tell_and_hear, None, 2 * PATIENCE_SECONDS)
+        self.visit(tell_and_hear, None, _TELLING_SECONDS + PATIENCE_SECONDS)
         return dict(said)
 
     def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
