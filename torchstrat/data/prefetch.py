@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
+from torchstrat.core.errors import WrongTypeError
 from torchstrat.data import marks, rows
 from torchstrat.data.streams import Step
 
@@ -246,7 +247,10 @@ def in_own_memory(leaf: nest.Nest) -> nest.Nest:
     if not nest.is_nested(leaf) and not marks.is_container(leaf):
         return leaf
     held = marks.children(leaf)
-    return marks.with_children(leaf, held, [in_own_memory(child) for child in held])
+    try:
+        return marks.with_children(leaf, held, [in_own_memory(child) for child in held])
+    except WrongTypeError:  # its class makes something else of them: it is refused, or stays whole, where it is used
+        return leaf
 
 
 def _is_dense(leaf: object) -> TypeGuard[torch.Tensor]:
