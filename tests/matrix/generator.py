@@ -130,9 +130,10 @@ def batches():
 
 def train(strategy=None):
     """What is left of the program's numbers: plainly, or under a strategy."""
+    on_servers = isinstance(strategy, ts.ParameterServerStrategy)
     with strategy.scope() if strategy else nullcontext():
         program = build()
-    on_servers = isinstance(strategy, ts.ParameterServerStrategy)
+        turn = ts.Variable(torch.tensor(0), name="turn") if on_servers else None
     coordinator = ts.ClusterCoordinator(strategy) if on_servers else None
     spread = strategy and not on_servers
     for index, batch in enumerate(strategy.distribute_dataset(batches()) if spread else batches()):
@@ -140,7 +141,17 @@ def train(strategy=None):
         if not strategy:
             one(batch)
         elif on_servers:
-            coordinator.schedule(lambda batch: strategy.run(one, args=(batch,)), args=(batch,)).get(60)
+            workers = strategy.cluster_resolver.cluster_spec().num_tasks("worker")
+
+            def in_turn(batch):  # by another worker than the last
+                turn.assign_add(1)
+                while int(turn.read_value()) < workers * (index + 1):  # each has one of these
+                    pass
+                if coordinator.get_current_worker_index() == index % workers:
+                    strategy.run(one, args=(batch,))
+
+            for ended in [coordinator.schedule(in_turn, args=(batch,)) for _ in range(workers)]:
+                ended.get(60)
             strategy.extended.pull()
         else:
             quiet = QUIET if index % 2 == 0 else 0

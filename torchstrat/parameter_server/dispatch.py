@@ -22,6 +22,13 @@ from torchstrat.parameter_server.messages import Token
 from torchstrat.parameter_server.serialization.captured_objects import Increment
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 
+ZEROS, USED = "zeros", "used"
+
+Gradients = tuple[tuple[int, str | None], ...]
+"""Which gradients there are, by the parameter's number: `ZEROS`, which are there to be added to and to be stepped with,
+`USED` by a step, or none. A step passes over a parameter without one, and decays and moves by its momentum one with
+zeros: what one device would have at that point does not depend on which worker runs a function."""
+
 
 @dataclass(frozen=True)
 class ResourceSpec:
@@ -155,6 +162,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
         is_shared: the job has other workers.
         left_elsewhere: numbers of parameters of which others hold gradients that no step has used.
         accumulates: functions of the job have left gradients to servers.
+        gradients: what has become of gradients on other workers.
         gone: tokens of what the coordinator's program has dropped. What the worker has of these goes when it has taken
             in everything else of the batch, and kept codes that name them before; no function will name them again.
         is_repeated: the one function of the batch may have run before, on a worker that was lost.
@@ -172,6 +180,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
     is_shared: bool = False
     left_elsewhere: tuple[int, ...] = ()
     accumulates: bool = False
+    gradients: Gradients = ()
     gone: tuple[Token, ...] = ()
     is_repeated: bool = False
 
@@ -221,6 +230,7 @@ class Report(NamedTuple):
         left: numbers of parameters of which the worker holds gradients that no step has used.
         wrote_parameters: functions have written to parameters by hand there.
         accumulates: functions of the job have left gradients to servers, as far as is known there.
+        gradients: what functions have changed of gradients that are no sums for later ones.
     """
 
     finished: tuple[int, ...] = ()
@@ -233,6 +243,7 @@ class Report(NamedTuple):
     left: tuple[int, ...] = ()
     wrote_parameters: bool = False
     accumulates: bool = False
+    gradients: Gradients = ()
 
 
 Recalled = tuple[tuple[int, tuple[int, ...]], ...]

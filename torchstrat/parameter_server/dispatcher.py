@@ -34,7 +34,7 @@ from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.remote_value import RemoteValue, ResourceTable, numbers_of
 from torchstrat.parameter_server.scheduler import Scheduler
 from torchstrat.parameter_server.waiting import TimeLimits, held_back, waiting_for, where
-from torchstrat.parameter_server.worker_sessions import KnownWorker, News, Work, WorkerCalls
+from torchstrat.parameter_server.worker_sessions import GradientsOfJob, KnownWorker, News, Work, WorkerCalls
 
 __all__ = ["Dispatcher", "Work"]
 
@@ -64,6 +64,7 @@ class Dispatcher:
         self._is_shared = False  # there are several, or were
         self._accumulates = False  # functions have left gradients to servers
         self._lost_gradients: dict[int, KnownWorker] = {}  # by parameter, and on whom they were
+        self._gradients = GradientsOfJob()
         self.wrote_parameters = False  # whether functions have, by hand, as far as workers' reports are here
         self._has_released = False  # something that not all workers have been told of
         self._timed = 0  # functions without an outcome that have a limit of time
@@ -414,6 +415,7 @@ class Dispatcher:
             known.stops, known.left = max(known.stops, news.report.stops), news.report.left
             self.wrote_parameters |= news.report.wrote_parameters
             self._accumulates |= news.report.accumulates
+            self._gradients.heard(known, news.report.gradients)
         self._results = news
         for event in news.events:
             self._handle(event)
@@ -435,6 +437,7 @@ class Dispatcher:
         lifetimes = self._job.lifetimes
         if lifetimes.has_dead and (gone := lifetimes.take_released(self._scheduler.ended_below)):
             self._resources.forget(numbers_of(gone))
+            self._gradients.forget(gone)
             self._outbox.append(partial(self._job.release, gone))
             for known in self._workers.values():
                 known.release(gone)
@@ -541,6 +544,7 @@ class Dispatcher:
             is_shared=self._is_shared,
             left_elsewhere=self._left_elsewhere(known),
             accumulates=self._accumulates,
+            gradients=self._gradients.news_for(known),
             is_repeated=is_repeated,
         )
         if known.telling is not None:
@@ -588,8 +592,7 @@ class Dispatcher:
         )
 
     def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
-        others = [other.left for other in self._workers.values() if other.left and other is not known]
-        return tuple(set().union(*others)) if others else ()
+        return tuple({number for other in self._workers.values() if other is not known for number in other.left})
 
     def _recall(self, action: ev.Recall) -> None:
         known = self._workers.get(action.incarnation)

@@ -32,6 +32,7 @@ from torchstrat.distributed.cluster import PARAMETER_SERVER
 from torchstrat.parameter_server.dispatch import (
     Arguments,
     Batch,
+    Gradients,
     Modes,
     Options,
     Recalled,
@@ -76,6 +77,44 @@ class Work:
     timeout_seconds: float | None = None
 
 
+class GradientsOfJob:
+    """Which gradients there are, by what the functions did that ended last. For the dispatcher, with its lock."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, str] = {}
+        self._version = 0  # for most batches there is nothing to compare
+
+    def heard(self, of: KnownWorker, changes: Gradients) -> None:
+        if not changes:
+            return
+        self._version += 1
+        if of.gradients_version == self._version - 1:
+            of.gradients_version += 1
+        for number, kind in changes:
+            for known in (self._now, of.gradients):
+                if kind is None:
+                    known.pop(number, None)
+                else:
+                    known[number] = kind
+
+    def forget(self, gone: Iterable[Token]) -> None:
+        """The program has dropped these."""
+        for token in gone:
+            if token[0] == "parameter":
+                self._now.pop(token[1], None)
+
+    def news_for(self, known: KnownWorker) -> Gradients:
+        """What others have changed, which it is taken to know from now on."""
+        if known.gradients_version == self._version:
+            return ()
+        known.gradients_version = self._version
+        numbers = self._now.keys() | known.gradients.keys()
+        news = ((number, self._now.get(number)) for number in sorted(numbers))
+        changed = tuple((number, kind) for number, kind in news if known.gradients.get(number) != kind)
+        known.gradients = dict(self._now)
+        return changed
+
+
 class KnownWorker:
     """One incarnation of a worker. For the dispatcher, with its lock."""
 
@@ -87,6 +126,9 @@ class KnownWorker:
         """How often it has stopped at a function that did not return, as far as its reports are here."""
         self.left: tuple[int, ...] = ()
         """Parameters of which it holds gradients that no step has used, as far as its reports are here."""
+        self.gradients: dict[int, str] = {}
+        """`Gradients` that it has, or has been sent, and how many changes it knows."""
+        self.gradients_version = 0
         self.waiting: list[Batch] = []
         """For the answer to `telling`, before they are sent: a worker can bring two batches into order, not three."""
         self.telling: int | None = None
@@ -112,6 +154,7 @@ class KnownWorker:
         is_shared: bool,
         left_elsewhere: tuple[int, ...],
         accumulates: bool,
+        gradients: Gradients,
         is_repeated: bool,
     ) -> Batch:
         """The next message: ``functions`` of ``works``, with what this worker does not have yet.
@@ -152,6 +195,7 @@ class KnownWorker:
             is_shared,
             left_elsewhere,
             accumulates,
+            gradients,
             gone,
             is_repeated,
         )
@@ -159,6 +203,9 @@ class KnownWorker:
     def release(self, tokens: Collection[Token]) -> None:
         """The program has dropped these: the next batch tells of it."""
         self._gone += tokens
+        for token in tokens:
+            if token[0] == "parameter":
+                self.gradients.pop(token[1], None)
         self._codes.drop(lambda named: not named.isdisjoint(tokens))
         self._resources.difference_update(numbers_of(tokens))
 

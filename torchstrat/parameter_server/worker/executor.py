@@ -18,7 +18,7 @@ from torchstrat.core import context
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import ContextError, NotSendableError, OutOfRangeError, TorchstratError
 from torchstrat.core.randomness import state_of
-from torchstrat.parameter_server.dispatch import Raised, Report
+from torchstrat.parameter_server.dispatch import Gradients, Raised, Report
 from torchstrat.parameter_server.interface import Endpoint, Peer
 from torchstrat.parameter_server.messages import SetAttributes, Token
 from torchstrat.parameter_server.server.deduplication import EarlierRuns
@@ -55,15 +55,19 @@ class Outcomes:
         self._results: list[object] = []
         self._seconds = 0.0
         self._left: tuple[int, ...] = ()
+        self._gradients: dict[int, str | None] = {}
         self._wrote_parameters = self._accumulates = False
         self._oldest = 0.0
         self._is_watched = False  # the thread wakes in time
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def note(self, left: tuple[int, ...], *, wrote_parameters: bool, accumulates: bool) -> None:
+    def note(self, left: tuple[int, ...], gradients: Gradients, *, wrote_parameters: bool, accumulates: bool) -> None:
         """How things are here after the function whose outcome comes next, see `Report`."""
         self._left, self._wrote_parameters, self._accumulates = left, wrote_parameters, accumulates
+        if gradients:
+            with self._lock:
+                self._gradients.update(gradients)
 
     def add(self, to: Peer, function: int, result: object, seconds: float, *, is_last: bool) -> None:
         """A function of ``to`` has returned. ``is_last``: the report of the batch comes now."""
@@ -100,8 +104,10 @@ class Outcomes:
             left=self._left,
             wrote_parameters=self._wrote_parameters,
             accumulates=self._accumulates,
+            gradients=tuple(self._gradients.items()),
             **others,
         )
+        self._gradients.clear()
         self._finished.clear()
         self._results.clear()
         self._seconds = 0.0

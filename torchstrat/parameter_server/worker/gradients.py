@@ -35,6 +35,7 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_classes import methods, properties, tensors_in
+from torchstrat.parameter_server.dispatch import USED, ZEROS, Gradients
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.cached_parameter import DATA, GRAD
 from torchstrat.parameter_server.worker.stand_ins import WatchedParameter
@@ -286,6 +287,10 @@ class LeftGradients:
         self._uncleared: set[int] = set()  # not set the gradients of to nothing since
         self.has_scaled = False
         """Whether this function has scaled a loss."""
+        self._kinds: dict[int, str | None] = {}  # of `Gradients`, as others know them
+        self._changes: dict[int, str | None] = {}  # that they do not know
+        self._missing: dict[int, torch.Tensor] = {}  # zeros, for what others hold of gradients
+        self._news: dict[int, str | None] = {}  # of others', for when a function begins that has the parameters
 
     @property
     def unused(self) -> tuple[int, ...]:
@@ -317,15 +322,40 @@ class LeftGradients:
                 parameter.is_cleared = False
         for number, parameter in self._marked:
             if number not in self._unused:
-                parameter.has_left_gradient = False
+                self._unmark(number, parameter)
         for _, parameter in self._parameters(self._to_mark):
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
             if gradient is not None:
                 _mark(parameter, gradient)
         self._to_mark.clear()
+        if self._news:
+            self._follow()
         self._marked = list(self._parameters(self._elsewhere)) if self._elsewhere else []
-        for _, parameter in self._marked:
-            parameter.has_left_gradient = True
+        for number, parameter in self._marked:
+            self._mark_missing(number, parameter)
+
+    def _mark_missing(self, number: int, parameter: WatchedParameter) -> None:
+        """A part of its gradient is elsewhere: what is computed from the part that is here would be wrong."""
+        parameter.has_left_gradient = True
+        if hasattr(parameter, "rows_asked_for_sparse"):
+            return
+        gradient: torch.Tensor | None = GRAD.__get__(parameter)
+        if gradient is None:
+            gradient = self._missing[number] = _zeros_like(parameter)
+            GRAD.__set__(parameter, gradient)
+        _mark(parameter, gradient)
+
+    def _unmark(self, number: int, parameter: WatchedParameter) -> None:
+        """The part that was elsewhere has been used or has gone."""
+        parameter.has_left_gradient = False
+        missing = self._missing.pop(number, None)
+        gradient: Any = GRAD.__get__(parameter)
+        if type(gradient) is not LeftGradient or _is_used(gradient):
+            return
+        if gradient is missing:
+            GRAD.__set__(parameter, None)
+        else:
+            gradient.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def pushed(self, gradient: torch.Tensor) -> bool:
         """A step has used it. Gives whether an earlier one has, too."""
@@ -337,8 +367,14 @@ class LeftGradients:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""
         for number, parameter in self._parameters(None if reached is None else self._unused.union(reached)):
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
+            if type(gradient) is LeftGradient and gradient is self._missing.get(number) and _is_zero(gradient):
+                continue  # nothing was added to it
             is_used = gradient is not None and _is_used(gradient)
-            if gradient is None or (not is_used and _is_zero(gradient)):  # zeros are there to be added to
+            kind = None if gradient is None else USED if is_used else ZEROS if _is_zero(gradient) else None
+            if kind != self._kinds.get(number) and not hasattr(parameter, "rows_asked_for_sparse"):
+                self._changes[number] = kind
+                self._kinds[number] = kind
+            if gradient is None or kind == ZEROS:  # zeros are there to be added to
                 parameter.has_left_gradient = False
                 self._unused.discard(number)
                 self._to_mark.discard(number)
@@ -349,6 +385,30 @@ class LeftGradients:
                 self._unused.discard(number)
             else:
                 self._unused.add(number)
+
+    def take_changes(self) -> Gradients:
+        """What has become of gradients since it was last asked."""
+        changes, self._changes = self._changes, {}
+        return tuple(changes.items())
+
+    def learn(self, gradients: Gradients) -> None:
+        """What others have changed, for the next function."""
+        self._news.update(gradients)
+
+    def _follow(self) -> None:
+        """Have gradients where others do, and none where they have none."""
+        for number, parameter in list(self._parameters(list(self._news))):
+            kind = self._kinds[number] = self._news.pop(number)
+            if number in self._unused:
+                continue
+            gradient: torch.Tensor | None = None
+            if kind is not None:
+                gradient = _zeros_like(parameter)
+            parameter.has_left_gradient = False
+            GRAD.__set__(parameter, gradient)
+            if gradient is not None and kind == USED:
+                self.pushed(gradient)
+                _mark(parameter, gradient)
 
     # -- under no_sync -----------------------------------------------------------------------------------------------
 
@@ -418,6 +478,9 @@ class LeftGradients:
         numbers = set(numbers)
         self._unused -= numbers
         self._to_mark -= numbers
+        for known in (self._kinds, self._changes, self._missing, self._news):
+            for number in numbers & known.keys():
+                del known[number]
         self._marked = [(number, parameter) for number, parameter in self._marked if number not in numbers]
 
     def check(
@@ -491,6 +554,11 @@ def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
         marked: Any = gradient
         marked.__class__ = LeftGradient
         marked._parameter = weakref.ref(parameter)  # noqa: SLF001
+
+
+def _zeros_like(parameter: WatchedParameter) -> torch.Tensor:
+    with _torch_private.DisableTorchFunctionSubclass():  # the function does not reach the parameter by this
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:

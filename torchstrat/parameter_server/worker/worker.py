@@ -34,6 +34,7 @@ from torchstrat.parameter_server.dispatch import (
     PLAIN_RESULTS,
     Arguments,
     Batch,
+    Gradients,
     Modes,
     Options,
     Raised,
@@ -352,7 +353,12 @@ class FunctionWorker:
             session.set_up_to(place)
             began = time.perf_counter()
             result = session.run(function, code, arguments, seed, is_repeated=batch.is_repeated)
-            outcomes.note(session.left, wrote_parameters=session.wrote_parameters, accumulates=session.accumulates)
+            outcomes.note(
+                session.left,
+                session.take_gradients(),
+                wrote_parameters=session.wrote_parameters,
+                accumulates=session.accumulates,
+            )
             if isinstance(result, Raised | ServerGone):
                 session.stops += 1
                 return outcomes.rest(
@@ -409,6 +415,10 @@ class _Session:
         """As `LeftGradients.unused`."""
         return self._left.unused
 
+    def take_gradients(self) -> Gradients:
+        """As `LeftGradients.take_changes`."""
+        return self._left.take_changes()
+
     def left_of(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """As `LeftGradients.held`."""
         return self._left.held(numbers)
@@ -426,6 +436,7 @@ class _Session:
         if batch.gone:
             self._kept_codes.drop(lambda code: not code.packed.tokens.isdisjoint(batch.gone))
         self._left.share(batch.is_shared, batch.left_elsewhere, accumulates=batch.accumulates)
+        self._left.learn(batch.gradients)
         self._copies.buffer_edits.is_shared = batch.is_shared
         for digest, packed in batch.codes:
             if packed is not None:
