@@ -61,6 +61,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("inputs named", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with backward(inputs=…)"),
     ("pruned", "copies the model", "PyTorch refuses it: what pruning computes is no leaf, and is not copied"),
     ("strided", "as a vector", "PyTorch refuses it: elements in another order have no view"),
+    ("strided", "with closure", "PyTorch refuses it: LBFGS takes views of such elements, too"),
     ("counter", "calls twice", "PyTorch refuses it: the second call changes what backward of the first needs"),
     ("by hand", "over", "it assigns gradients, and accumulates none"),
     ("summed by hand", "adds", "each replica adds the whole decay to its own gradient before they are summed"),
