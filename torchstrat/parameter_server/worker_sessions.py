@@ -81,38 +81,28 @@ class GradientsOfJob:
     """Which gradients there are, by what the functions did that ended last. For the dispatcher, with its lock."""
 
     def __init__(self) -> None:
-        self._now: dict[int, str] = {}
-        self._version = 0  # for most batches there is nothing to compare
+        self._last: dict[int, tuple[int, str, str | None]] = {}
+        """By parameter, the last change: its number, the incarnation that made it, and what there is since."""
+        self._changes = 0
 
     def heard(self, of: KnownWorker, changes: Gradients) -> None:
-        if not changes:
-            return
-        self._version += 1
-        if of.gradients_version == self._version - 1:
-            of.gradients_version += 1
-        for number, kind in changes:
-            for known in (self._now, of.gradients):
-                if kind is None:
-                    known.pop(number, None)
-                else:
-                    known[number] = kind
+        if changes:
+            self._changes += 1
+            self._last.update({number: (self._changes, of.peer.incarnation, kind) for number, kind in changes})
 
     def forget(self, gone: Iterable[Token]) -> None:
         """The program has dropped these."""
         for token in gone:
             if token[0] == "parameter":
-                self._now.pop(token[1], None)
+                self._last.pop(token[1], None)
 
     def news_for(self, known: KnownWorker) -> Gradients:
         """What others have changed, which it is taken to know from now on."""
-        if known.gradients_version == self._version:
+        told, known.gradient_changes = known.gradient_changes, self._changes
+        if told == self._changes:  # as for most batches
             return ()
-        known.gradients_version = self._version
-        numbers = self._now.keys() | known.gradients.keys()
-        news = ((number, self._now.get(number)) for number in sorted(numbers))
-        changed = tuple((number, kind) for number, kind in news if known.gradients.get(number) != kind)
-        known.gradients = dict(self._now)
-        return changed
+        own = known.peer.incarnation
+        return tuple((number, kind) for number, (change, by, kind) in self._last.items() if change > told and by != own)
 
 
 class KnownWorker:
@@ -126,9 +116,8 @@ class KnownWorker:
         """How often it has stopped at a function that did not return, as far as its reports are here."""
         self.left: tuple[int, ...] = ()
         """Parameters of which it holds gradients that no step has used, as far as its reports are here."""
-        self.gradients: dict[int, str] = {}
-        """`Gradients` that it has, or has been sent, and how many changes it knows."""
-        self.gradients_version = 0
+        self.gradient_changes = 0
+        """How many changes of the job's gradients it knows, see `GradientsOfJob`."""
         self.waiting: list[Batch] = []
         """For the answer to `telling`, before they are sent: a worker can bring two batches into order, not three."""
         self.telling: int | None = None
@@ -203,9 +192,6 @@ class KnownWorker:
     def release(self, tokens: Collection[Token]) -> None:
         """The program has dropped these: the next batch tells of it."""
         self._gone += tokens
-        for token in tokens:
-            if token[0] == "parameter":
-                self.gradients.pop(token[1], None)
         self._codes.drop(lambda named: not named.isdisjoint(tokens))
         self._resources.difference_update(numbers_of(tokens))
 
