@@ -284,6 +284,20 @@ def backward_with_arguments(layer: nn.Linear, x: torch.Tensor) -> Any:
     return out.detach()
 
 
+def of_a_graph_where_none_is_recorded(layer: nn.Linear, x: torch.Tensor) -> Any:
+    """Backward passes within ``no_grad``, which PyTorch allows."""
+    layer.zero_grad()
+    with torch.no_grad():
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = layer(x)
+            total, loss = out.sum(), out.square().mean()
+        (slope,) = grad(total, x, retain_graph=True, create_graph=True)
+        own = grad(total, layer.bias, retain_graph=True)
+        loss.backward()
+    return slope.detach(), own
+
+
 def by_transforms(layer: nn.Linear, x: torch.Tensor) -> Any:
     slope = torch.func.grad(lambda weight: (x @ weight.T).square().mean())(layer.weight)
     return slope, torch.func.vmap(lambda row: layer(row).square().sum())(x).detach()
@@ -312,7 +326,7 @@ def leaves_of_the_step(layer: nn.Linear, x: torch.Tensor) -> Any:
 GRADIENTS = [
     leaves_of_the_step,
     *(by_autograd_grad, penalty, of_inputs_by_backward, hooks_on_activations, backward_with_arguments),
-    *(by_transforms, hooks_on_activations_of_own_gradients),
+    *(by_transforms, hooks_on_activations_of_own_gradients, of_a_graph_where_none_is_recorded),
 ]
 
 

@@ -174,7 +174,7 @@ class LaneBackward:
         self.before()
         roots = _listed(tensors)
         gradients = _gradients(grad_tensors if grad_tensors is not None else grad_variables, roots)
-        with self.lanes.left("backward"):
+        with self.lanes.left("backward"), torch.enable_grad():  # what is added to the graph here, also under no_grad
             stacked = [self._lane_sums(root, gradient) for root, gradient in zip(roots, gradients, strict=True)]
             wanted = self._behind(inputs)
 
@@ -240,7 +240,7 @@ class LaneBackward:
             raise UnsupportedError("autograd.grad(is_grads_batched=True) does not work in a step of this strategy.")
         if any(not self.lanes.is_lane_tensor(tensor) for tensor in wanted):
             return self._local_grad(roots, given, wanted, retain_graph, create_graph, allow_unused, materialize_grads)
-        with self.lanes.left("autograd.grad"):
+        with self.lanes.left("autograd.grad"), torch.enable_grad():
             losses = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
             total = self.weights.combined(torch.stack(losses).sum(dim=0))
             behind = [self.lanes.behind(tensor) for tensor in wanted]
@@ -302,7 +302,7 @@ class LaneBackward:
             allow_unused=allow_unused,
             materialize_grads=materialize_grads,
         )
-        with self.lanes.left("autograd.grad"):
+        with self.lanes.left("autograd.grad"), torch.enable_grad():
             rows = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
             losses = torch.stack(rows).sum(dim=0)
             found: dict[int, torch.Tensor | None] = {}
