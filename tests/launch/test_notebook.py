@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchstrat as ts
-from tests.support.programs import SECONDS, descendants, environment, gone, wait_for
+from tests.support.programs import descendants, environment, gone, wait_for
 from torchstrat.launch import Cluster, LocalCluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -180,7 +180,11 @@ def run_until_it_is_killed(cells: list[str], folder: Path) -> tuple[str, str]:
     streams = {"stdout": out.open("w"), "stderr": err.open("w")}
     with subprocess.Popen(command, env=environment(), **streams) as kernel, streams["stdout"], streams["stderr"]:
         try:
-            wait_for(lambda: "ready\n" in out.read_text() or kernel.poll() is not None, "the last cell", SECONDS)
+            wait_for(
+                lambda: "ready\n" in out.read_text() or kernel.poll() is not None,
+                "the last cell",
+                progress=lambda: (out.read_text(), err.read_text()),
+            )
             said, errors = out.read_text(), err.read_text()
             assert said.endswith("ready\n"), said + errors
             *ended, server, worker = pids_in(said)
@@ -196,6 +200,7 @@ def run_until_it_is_killed(cells: list[str], folder: Path) -> tuple[str, str]:
     return said, errors
 
 
+@pytest.mark.deadline(900)  # forty cells, four clusters
 def test_one_kernel_to_its_violent_end(tmp_path: Path) -> None:
     """Nothing stays when it is killed."""
     interrupted = [

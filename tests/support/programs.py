@@ -167,10 +167,16 @@ def read_metrics(run: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in records if record.pop("event") == event]
 
 
-def wait_for(happens: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    until = time.monotonic() + seconds
+def wait_for(
+    happens: Callable[[], Any], what: str, seconds: float = 120.0, progress: Callable[[], object] = lambda: None
+) -> Any:
+    """What ``happens()`` returns, once that is true. ``seconds``: also from each change of ``progress()`` on, which
+    is in the error."""
+    seen, until = progress(), time.monotonic() + seconds
     while not (result := happens()):
-        assert time.monotonic() < until, f"after {seconds:g} s there is not: {what}"
+        if (found := progress()) != seen:
+            seen, until = found, time.monotonic() + seconds
+        assert time.monotonic() < until, f"for {seconds:g} s there has not been: {what}; last progress: {seen}"
         time.sleep(0.02)
     return result
 
