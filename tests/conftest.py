@@ -26,6 +26,7 @@ import hypothesis
 import pytest
 
 from tests.child_processes import children_of
+from tests.patience import Patience
 
 # A busy machine makes any example slow, once; what really hangs meets the test's deadline.
 hypothesis.settings.register_profile("torchstrat", deadline=None)
@@ -89,17 +90,27 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that takes too long, showing where every thread was; end pytest if not even that helps."""
+    """Fail a test that takes too long, showing where every thread was; end pytest if not even that helps. On a machine
+    that is busy with others it may take longer."""
     marker = request.node.get_closest_marker("deadline")
     seconds = marker.args[0] if marker else DEADLINE_SECONDS.get(_folder(request.node), 240)
 
+    patience = Patience(seconds)
+
     def on_alarm(_signal: int, _frame: FrameType | None) -> None:
+        left = patience.left()
+        if left > 0:
+            watch(left)
+            return
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         pytest.fail(f"over its deadline of {seconds} s; the threads' stacks are on stderr", pytrace=True)
 
+    def watch(left: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        faulthandler.dump_traceback_later(left + HARD_STOP_AFTER_SECONDS, exit=True, file=_stderr)
+
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + HARD_STOP_AFTER_SECONDS, exit=True, file=_stderr)
+    watch(seconds)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.patience import Patience
 from torchstrat.cluster_resolver import ClusterResolver
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.testing.fault_plan import FaultPlan
@@ -148,9 +149,9 @@ class Training:
 
 def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:
     """For what cannot be waited for, such as numbers in /proc. ``what``: for the error, perhaps as it is by then."""
-    until = time.monotonic() + seconds
+    patience = Patience(seconds)
     while not condition():
-        if time.monotonic() > until:
+        if patience.is_over:
             said = what if isinstance(what, str) else what()
             raise TimeoutError(f"{said} did not come true within {seconds:g} s")
         time.sleep(0.01)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.faults.counting import PATIENCE_SECONDS, wait_until
+from tests.patience import Patience
 from torchstrat.testing.spawn import forking
 
 
@@ -135,8 +136,10 @@ class Forked:
 
     def result(self) -> Any:
         """Of what was started."""
-        if not self._connection.poll(PATIENCE_SECONDS):
-            raise TimeoutError(f"a process of this test said nothing for {PATIENCE_SECONDS:g} s")
+        patience = Patience(PATIENCE_SECONDS)
+        while not self._connection.poll(1.0):
+            if patience.is_over:
+                raise TimeoutError(f"a process of this test said nothing for {PATIENCE_SECONDS:g} s")
         result = self._connection.recv()
         if isinstance(result, BaseException):
             raise result

@@ -111,7 +111,7 @@ def test_each_fork_is_a_process_of_its_own_and_another_takes_its_place(
         wait_until(lambda: parent_of(pids[0]) != first, "the end of the fork server")
         assert on_each_worker(coordinator, 2)[0]["pid"] == pids[0], "its forks go on"
         killed = cluster.kill("worker", 0)
-        cluster.wait_until_restarted("worker", 0, killed)
+        cluster.wait_until_restarted("worker", 0, killed, PATIENCE_SECONDS)
         after = on_each_worker(coordinator, 2)
         assert after[0]["pid"] != killed
         assert after[1]["pid"] == pids[1]

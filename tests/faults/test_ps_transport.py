@@ -58,6 +58,12 @@ def meet(me: RpcEndpoint, node: Node, same_host: bool, is_called: bool = True) -
     return lost
 
 
+def connect(endpoint: RpcEndpoint, peer: Peer) -> None:
+    """By RPC, whichever way calls go."""
+    endpoint._ping(peer)
+    wait_until(lambda: not endpoint._links[peer.incarnation].is_asked, "an answer by RPC")
+
+
 class Load:
     """Pushes 4 MiB to a server and takes 4 MiB back, over and over, from a thread of this process.
 
@@ -182,6 +188,8 @@ def test_a_stopped_process_is_noticed_removed_and_its_late_answers_are_harmless(
 ) -> None:
     stopped, other = nodes.start("worker", 0), nodes.start("worker", 1)
     lost, lost_other = (meet(me, node, same_host) for node in (stopped, other))
+    for node in (stopped, other):
+        connect(me, node.peer)
     before = resources().connections
     stopped.signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
@@ -208,8 +216,7 @@ def _begin_to_watch(endpoint: RpcEndpoint, peer: Peer) -> None:
     endpoint.add_peer(peer)
     endpoint.watch(peer, lambda _peer, reason: _told.append(reason))
     endpoint.call(peer, "echo").result(PATIENCE_SECONDS)
-    endpoint._ping(peer)  # by RPC, whichever way calls go: who dies in the midst of its handshake is another test's
-    wait_until(lambda: not endpoint._links[peer.incarnation].is_asked, "an answer by RPC")
+    connect(endpoint, peer)  # who dies in the midst of its handshake is another test's
 
 
 def _told_after(_endpoint: RpcEndpoint, seconds: float) -> list[str]:

@@ -19,7 +19,7 @@ import pytest
 
 import torchstrat as ts
 from tests.support.launchers import ROLE, Launched, all_gone, launching  # noqa: F401
-from tests.support.programs import COMMAND, descendants, gone, kill_what_is_left, run, wait_for
+from tests.support.programs import COMMAND, SECONDS, descendants, gone, kill_what_is_left, run, wait_for
 from torchstrat.errors import ClusterConfigError, CommunicationTimeoutError, ContextError
 from torchstrat.launch import Cluster, RestartPolicy
 
@@ -382,7 +382,7 @@ def test_killed_processes_come_back_and_workers_can_be_added(started: Any) -> No
     with started(restart=RestartPolicy(limit=2)) as cluster:
         for job in ("worker", "ps"):
             pid = cluster.kill(job, 0)
-            another = cluster.wait_until_restarted(job, 0, pid)
+            another = cluster.wait_until_restarted(job, 0, pid, SECONDS)
             assert another.pid != pid
             assert cluster.process(job, 0) is another
         assert cluster.add_worker() == 1

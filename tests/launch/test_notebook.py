@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchstrat as ts
-from tests.support.programs import descendants, environment, gone, wait_for
+from tests.support.programs import SECONDS, descendants, environment, gone, wait_for
 from torchstrat.launch import Cluster, LocalCluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -253,7 +253,7 @@ def test_a_real_notebook() -> None:
     again = "print('again', coordinator.schedule(step).fetch() >= 0)"
     cells = [CLUSTER, MODEL, "1 / 0", "cluster", "strategy", again]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=180, allow_errors=True, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=SECONDS, allow_errors=True, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     assert [output.ename for output in outputs if output.output_type == "error"] == ["ZeroDivisionError"]

@@ -22,6 +22,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.patience import Patience
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (sys.executable,)
 TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone")
@@ -172,11 +174,11 @@ def wait_for(
 ) -> Any:
     """What ``happens()`` returns, once that is true. ``seconds``: also from each change of ``progress()`` on, which
     is in the error."""
-    seen, until = progress(), time.monotonic() + seconds
+    seen, patience = progress(), Patience(seconds)
     while not (result := happens()):
         if (found := progress()) != seen:
-            seen, until = found, time.monotonic() + seconds
-        assert time.monotonic() < until, f"for {seconds:g} s there has not been: {what}; last progress: {seen}"
+            seen, patience = found, Patience(seconds)
+        assert not patience.is_over, f"for {seconds:g} s there has not been: {what}; last progress: {seen}"
         time.sleep(0.02)
     return result
 

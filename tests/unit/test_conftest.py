@@ -1,7 +1,11 @@
 """The fixtures that watch over all other tests: each kind of leak fails its test and no other."""
 
+import os
+import types
+
 import pytest
 
+from tests import patience
 from tests.support.programs import PYTHON, ROOT, run
 
 LEAKS = """
@@ -67,3 +71,23 @@ def test_a_slow_test_is_ended_and_clean_tests_pass(report):
     for test in ("test_clean", "test_thread_that_ends", "test_environment_is_as_before"):
         assert f"PASSED test_leaks.py::{test}" in report
         assert f"ERROR test_leaks.py::{test}" not in report
+
+
+@pytest.mark.parametrize(("idle", "seconds"), [(1.0, 10), (0.5, 10), (0.1, 40), (0.0, 40)])
+def test_a_deadline_is_later_on_a_busy_machine(idle, seconds, monkeypatch):
+    clock = types.SimpleNamespace(monotonic=lambda: clock.now, now=7.0)
+    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(patience, "_idle_seconds", lambda: idle * clock.now * os.cpu_count())
+    waits = patience.Patience(10)
+    clock.now += seconds - 1
+    assert not waits.is_over
+    clock.now += waits.left()
+    assert clock.now <= 7 + seconds
+    clock.now = 7 + seconds
+    assert waits.is_over
+
+
+def test_cores_that_nobody_uses_are_idle():
+    before = patience._idle_seconds()
+    assert before > 0
+    assert patience._idle_seconds() >= before
