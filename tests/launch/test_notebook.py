@@ -246,6 +246,7 @@ def test_one_kernel_to_its_violent_end(tmp_path: Path) -> None:
     assert "the call went on" not in said
 
 
+@pytest.mark.soak  # the kernel above runs the same cells, and starts in a tenth of the time
 def test_a_real_notebook() -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")

@@ -15,6 +15,7 @@ UNNAMED = ("_dynamo", "_export", "_functorch", "_inductor", "ao", "distributed",
 """Of PyTorch, what these programs do not name: to read it takes half of the time."""
 
 
+@pytest.mark.soak  # reads all of PyTorch; scripts/check has the package's own types
 def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path: Path) -> None:
     """Of all the programs at once, since it reads PyTorch for each run."""
     pytest.importorskip("mypy", reason="of the extra dev")

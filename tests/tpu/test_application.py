@@ -114,13 +114,9 @@ COMPARISONS = {
 }
 
 
+@pytest.mark.soak  # compared with plain training in test_training.py too, without the application
 @pytest.mark.deadline(2 * DEADLINE_SECONDS + 20)
-@pytest.mark.parametrize(
-    # What is cut in space, and a Transformer, are compared with plain training in test_training.py too, without the
-    # application.
-    "name",
-    [pytest.param(name, marks=[] if name == "tensor_parallel" else pytest.mark.soak) for name in COMPARISONS],
-)
+@pytest.mark.parametrize("name", COMPARISONS)
 def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path: Path, name: str) -> None:
     comparison = COMPARISONS[name]
     dumping = f"{COMPILES_QUICKLY} {DUMP_FLAGS} --xla_dump_to={tmp_path / 'dumps'}"

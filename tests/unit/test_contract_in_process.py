@@ -15,6 +15,7 @@ SEVERAL = [row for row in contract.IN_PROCESS.values() if row.replicas > 1]
 MARKS: dict[str, list[Any]] = {
     "compiled": [pytest.mark.deadline(120)],
     "compiled_inductor": [
+        pytest.mark.soak,  # half a minute of g++: "compiled" goes through the same lines of this package
         *COMPILER,
         # torch's own modules, which inductor imports late, use what torch has deprecated.
         pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
