@@ -22,6 +22,7 @@ from torchstrat.distributed.collectives.notes import (
     StandstillError,
     StoredWords,
     StoreVisits,
+    note_of,
     said_at,
 )
 from torchstrat.distributed.collectives.shared_memory.lockstep import PeersMissingError
@@ -186,17 +187,38 @@ def test_what_is_taken_away_while_it_is_asked_for_is_not_waited_for() -> None:
     assert said_at(TakenAwayStore(), "key") is None
 
 
+class SlowStore:
+    """Is reached once it answers."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.answers = store, threading.Event()
+
+    def clone(self) -> Any:
+        assert self.answers.wait(60)
+        return self._store
+
+
 def test_a_note_is_heard_also_where_the_store_is_slow_to_answer(store: Any) -> None:
-    class SlowStore:
-        answers = threading.Event()
-
-        def clone(self) -> Any:
-            assert self.answers.wait(60)
-            return store
-
+    slow = SlowStore(store)
     FailureBoard(StoreVisits(store), BOARD, 0).post("called reduce")
-    threading.Timer(0.8, SlowStore.answers.set).start()
-    assert FailureBoard(StoreVisits(SlowStore()), BOARD, 1).read([0], seconds=0.3) == {0: "called reduce"}
+    threading.Timer(0.8, slow.answers.set).start()
+    assert FailureBoard(StoreVisits(slow), BOARD, 1).read([0], seconds=0.3) == {0: "called reduce"}
+
+
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_a_note_is_left_once_the_store_answers_again(takes_back: bool, store: Any) -> None:
+    slow = SlowStore(store)
+    visits = StoreVisits(slow)
+    assert visits.visit(lambda _: "found", "nothing", seconds=0.01) == "nothing"
+    board = FailureBoard(visits, BOARD, 1)
+    board.post("raised ValueError: no more")
+    if takes_back:
+        board.clear()
+    slow.answers.set()
+    deadline = time.monotonic() + 60
+    while visits.is_gone and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert note_of(store, BOARD, 1) == (None if takes_back else "raised ValueError: no more")
 
 
 # -- the store at which processes meet: one that predecessors have used, and one whose host has gone -------------------

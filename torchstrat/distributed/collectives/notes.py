@@ -68,13 +68,29 @@ class StoreVisits:
         """
         return self._late is not None and self._late.is_alive()
 
-    def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
-        """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
-        if self.is_gone:
-            return otherwise
+    def visit(
+        self,
+        call: Callable[[dist.Store], T],
+        otherwise: T,
+        seconds: float = 2 * PATIENCE_SECONDS,
+        *,
+        is_owed: bool = False,
+    ) -> T:
+        """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer.
+
+        ``is_owed``: while the store does not answer the call waits for that, behind the others that do, and this thread
+        does not.
+        """
+        late = self._late if self.is_gone else None
+        if late is not None:
+            if not is_owed:
+                return otherwise
+            seconds = 0.0
         results: list[T] = []
 
         def visit() -> None:
+            if late is not None:
+                late.join()
             try:
                 if self._store is None:
                     self._store = self._first.clone()
@@ -117,7 +133,8 @@ class FailureBoard:
 
     def _write(self, message: str) -> None:
         self.has_note = True
-        self.visit(lambda store: store.set(_key(self._rank), message), None)
+        # Nobody says it again, and the others would wait for this rank until their timeout.
+        self.visit(lambda store: store.set(_key(self._rank), message), None, is_owed=True)
 
     def clear(self) -> None:
         """Take this rank's note back: it takes part again. Costs nothing where there is none."""
@@ -125,7 +142,7 @@ class FailureBoard:
             self.has_note = False
             if self.leaving is not None:
                 self.leaving(False)
-            self.visit(lambda store: store.delete_key(_key(self._rank)), None)
+            self.visit(lambda store: store.delete_key(_key(self._rank)), None, is_owed=True)
 
     def read(self, ranks: Sequence[int], seconds: float = PATIENCE_SECONDS) -> dict[int, str]:
         """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one.
@@ -150,9 +167,20 @@ class FailureBoard:
         self.visit(tell_and_hear, None, _TELLING_SECONDS + PATIENCE_SECONDS)
         return dict(said)
 
-    def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+    def visit(
+        self,
+        call: Callable[[dist.Store], T],
+        otherwise: T,
+        seconds: float = 2 * PATIENCE_SECONDS,
+        *,
+        is_owed: bool = False,
+    ) -> T:
         """See `StoreVisits.visit`; the store is the part of this board."""
-        return self._visits.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise, seconds)
+
+        def of_this_board(store: dist.Store) -> T:
+            return call(dist.PrefixStore(self._prefix, store))
+
+        return self._visits.visit(of_this_board, otherwise, seconds, is_owed=is_owed)
 
 
 def note_of(store: dist.Store, prefix: str, rank: int) -> str | None:
