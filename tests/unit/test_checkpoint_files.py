@@ -260,7 +260,8 @@ def test_memory_and_bytes_that_are_read(tmp_path: Path) -> None:
         costs[call] = [float(one) for one in outcome.text.split()]
     assert costs["write"][0] <= 0.15, costs
     assert costs["read into"][0] <= 0.15, costs
-    assert 0.9 <= costs["read"][0] <= 1.15, costs
+    # Less than all of it where the system has taken pages of libraries back meanwhile, which count too.
+    assert 0.5 <= costs["read"][0] <= 1.15, costs
     assert costs["write"][1] < 0.1, costs
     assert 1.0 <= costs["read"][1] < 1.1, costs
 

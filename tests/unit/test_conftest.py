@@ -46,7 +46,7 @@ def report(tmp_path_factory):
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = deadline(seconds): of one test\n")
     words = ["-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", folder]
     no_plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # importing those that are installed takes a second
-    return run(*PYTHON, *words, cwd=folder, seconds=50, **no_plugins).stdout
+    return run(*PYTHON, *words, cwd=folder, **no_plugins).stdout
 
 
 @pytest.mark.parametrize(
