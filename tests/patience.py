@@ -20,11 +20,11 @@ class Patience:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._began, self._idle = time.monotonic(), _idle_seconds()
+        self._began, self._idle = time.monotonic(), idle_seconds()
 
     def left(self) -> float:
         """Seconds until it may be over; at most 0 if it is."""
-        passed, unused = time.monotonic() - self._began, _idle_seconds() - self._idle
+        passed, unused = time.monotonic() - self._began, idle_seconds() - self._idle
         is_busy = unused < BUSY * passed * (os.cpu_count() or 1)
         return self.seconds - (passed / LONGEST if is_busy else passed)
 
@@ -33,7 +33,7 @@ class Patience:
         return self.left() <= 0
 
 
-def _idle_seconds() -> float:
+def idle_seconds() -> float:
     """Of all cores together, since the machine was started; where it does not tell, as if they were idle."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
