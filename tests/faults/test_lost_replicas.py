@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.faults.forked import Outcome
 from tests.faults.programs import ALL, PLACES, Fault, play, shared_inodes
-from tests.support.programs import free_ports
+from tests.support.programs import PYTHON, environment, free_ports, wait_for
 from torchstrat.testing import Workers
 
 STOP_TIMEOUT_SECONDS = 4.0
@@ -107,6 +108,52 @@ def _check_survivor(fault: Fault, outcome: Outcome) -> None:
         told = f"{victim} raised ReplicaGivesUpError" if fault.act == "raise" else f"nothing was heard from .*{victim}"
         assert re.search(told, outcome.text), outcome
     assert any(f" in {call}" in outcome.text for call in calls_waited_in(fault)), outcome
+
+
+TOLD = """
+import os, sys, time
+from datetime import timedelta
+import torch, torchstrat as ts
+
+strategy = ts.MultiWorkerMirroredStrategy(collectives="process_group", timeout=timedelta(hours=1))
+
+def step():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no more")
+    ts.get_replica_context().all_reduce("sum", torch.ones(2))
+
+try:
+    strategy.run(step)
+except (ts.errors.CommunicationError, ValueError):
+    if os.environ["RANK"] == "1":
+        time.sleep(3600)
+    if sys.argv[1] == "raises":
+        raise
+if sys.argv[1] == "closes":
+    strategy.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["raises", "closes", "ends"])
+def test_a_process_that_was_told_of_a_failure_ends_though_the_other_stays(end: str) -> None:
+    """What it has called in vain is not waited for when Python ends."""
+    (port,) = free_ports(1)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [*PYTHON, "-c", TOLD, end]
+    processes = [
+        subprocess.Popen(words, env=environment(**common, RANK=rank, LOCAL_RANK=rank), stderr=subprocess.PIPE)
+        for rank in "01"
+    ]
+    try:
+        wait_for(lambda: processes[0].poll() is not None, "the end of rank 0")
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+        _, said = processes[0].communicate()
+        processes[1].communicate()
+    assert processes[0].returncode == (end == "raises"), said.decode()
+    assert (b"replica 1 raised ValueError: no more" in said) == (end == "raises"), said.decode()
 
 
 def _check_nothing_is_left(folder: Path) -> None:

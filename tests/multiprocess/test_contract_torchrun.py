@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
+import time
 import warnings
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+import torchstrat as ts
+from tests.support.programs import wait_for
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
 from torchstrat.errors import CommunicationError, NotSendableError, UnsupportedError
 from torchstrat.testing import Workers, WorkersError, contract, divergence
@@ -104,6 +109,43 @@ def test_divergence_is_reported_after_the_timeout(index: int, row: str, two_proc
             raise
         observed = two_processes.run(observe, index, row, long)
     divergence.check(divergence.CASES[index], observed)
+
+
+PATIENT_SECONDS = 60
+"""The strategy's timeout, where nobody has to wait for it."""
+
+
+def close_while_another_stays(is_over: Path) -> float:
+    """How long the first rank takes to be rid of a strategy in which it has called what the other never comes to, and
+    of the error that told it so. The other keeps its strategy open until then."""
+    strategy = contract.TORCHRUN["multi_worker_mirrored"].make(timeout=timedelta(seconds=PATIENT_SECONDS))
+
+    def step() -> None:
+        if replica() == 1:
+            raise ValueError("no more")
+        ts.get_replica_context().all_reduce("sum", torch.ones(2))
+
+    errors: list[Exception] = []
+    try:
+        strategy.run(step)
+    except (CommunicationError, ValueError) as error:
+        errors.append(error)
+    if not strategy.is_chief:
+        wait_for(is_over.exists, "the other rank", 2 * PATIENT_SECONDS)
+    began = time.monotonic()
+    strategy.close()
+    del strategy
+    gc.collect()
+    assert errors
+    errors.clear()
+    gc.collect()
+    took = time.monotonic() - began
+    is_over.touch()
+    return took
+
+
+def test_a_call_that_another_never_comes_to_does_not_hold_up_who_closes(two_processes: Workers, tmp_path: Path) -> None:
+    assert two_processes.run(close_while_another_stays, tmp_path / "over")[0] < PATIENT_SECONDS / 3
 
 
 def run_hooked_half_way(row_name: str) -> tuple[list[float], list[float]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
+import ctypes
 import functools
 import gc
 import itertools
 import logging
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,6 +108,9 @@ _abandoned: collections.deque[dist.ProcessGroup] = collections.deque()
 other call to torch.distributed."""
 
 
+_communicators: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
+
+
 def abandon(groups: Iterable[dist.ProcessGroup]) -> None:
     """Have these destroyed by the next call here that makes or closes groups."""
     _abandoned.extend(groups)
@@ -112,7 +118,20 @@ def abandon(groups: Iterable[dist.ProcessGroup]) -> None:
 
 def _destroy_abandoned() -> None:
     while _abandoned:
-        _destroy(_abandoned.popleft())
+        _destroy([_abandoned.popleft()])
+
+
+@functools.cache
+def _leave_stuck_groups_at_exit() -> None:
+    atexit.register(_leave_stuck_groups)
+
+
+def _leave_stuck_groups() -> None:
+    """Let Python end without destroying groups in which this rank has called what another may never come to."""
+    for communicator in list(_communicators):
+        communicator.abandon_if_stuck()
+    for group in _abandoned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # what a module refers to is destroyed as well
 
 
 class _Family:
@@ -162,6 +181,8 @@ class ProcessGroupCommunicator:
 
     def _make_groups(self, *, host_only: bool) -> None:
         _leave_garbage_to_the_parent()
+        _leave_stuck_groups_at_exit()
+        _communicators.add(self)
         family = self._family
         name = f"{family.prefix}/{next(family.channels)}"
         self.channel = family.default.standstill.channel(self, name, self.ranks, family.prefix)
@@ -221,18 +242,19 @@ class ProcessGroupCommunicator:
         family.closed = True
         family.board.post("closed its strategy")
         for communicator in (self, *self._subgroups.values()):
-            communicator.abandon_groups()
+            communicator.destroy_groups()
         _destroy_abandoned()
         family.default.leave(self)
 
-    def abandon_groups(self) -> None:
-        abandon(self._groups)
-        self._groups.clear()
+    def abandon_if_stuck(self) -> None:
+        """Where a call has failed, or has begun and not ended."""
+        if self._family.failure is not None or self.channel.call or self.channel.begun:
+            abandon(self._groups)
 
     def destroy_groups(self) -> None:
-        self._group = self._device_group = None
+        self._group = self._device_group = None  # a collection of garbage may not be what ends them
         while self._groups:
-            _destroy(self._groups.pop())
+            _destroy([self._groups.pop()])
 
     def _let_go(self) -> None:
         """Hang up where others may wait for this rank, which will not come: they could not end before they are told."""
@@ -423,9 +445,12 @@ class ProcessGroupCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         if tensor.numel():
-            group = self._group_for(tensor)
             own = bytes_of(tensor)
-            self._run(what, lambda: dist.broadcast(own, self.ranks[source], group=group, async_op=True), tensor)
+            self._run(
+                what,
+                lambda: dist.broadcast(own, self.ranks[source], group=self._group_for(tensor), async_op=True),
+                tensor,
+            )
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -433,8 +458,8 @@ class ProcessGroupCommunicator:
             return [one.to(tensor.device) for one in self.all_gather(tensor.cpu(), what)]
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
-            parts, own, group = [bytes_of(one) for one in received], bytes_of(tensor), self._group_for(tensor)
-            self._run(what, lambda: dist.all_gather(parts, own, group=group, async_op=True), tensor)
+            parts, own = [bytes_of(one) for one in received], bytes_of(tensor)
+            self._run(what, lambda: dist.all_gather(parts, own, group=self._group_for(tensor), async_op=True), tensor)
         return received
 
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
@@ -514,6 +539,13 @@ def _names(ranks: list[int]) -> str:
     return ", ".join(f"replica {rank}" for rank in ranks)
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
+def _destroy(last: list[dist.ProcessGroup]) -> None:
+    """End the group that is in ``last``, which nobody else refers to: no frame of an error that somebody keeps does.
+
+    Its destructor waits for what was begun in it, until the timeout where another rank neither comes nor hangs up.
+    """
     with contextlib.suppress(ValueError):  # the user has destroyed all of them
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(last[0])
+    thread = threading.Thread(target=last.clear, name="torchstrat-group-end", daemon=True)
+    thread.start()
+    thread.join(_BRIEF_SECONDS)  # nearly always at once
