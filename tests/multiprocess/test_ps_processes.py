@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -290,11 +291,21 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def test_gradients_are_accumulated_over_functions_of_two_workers() -> None:
     plain, its_optimizer = made()
     batches = torch.randint(0, 12, (24, 5), generator=torch.Generator().manual_seed(1))
-    with ts.testing.LocalCluster(workers=2, ps=2) as cluster:
+    with contextlib.ExitStack() as leaving:
+        cluster = leaving.enter_context(ts.testing.LocalCluster(workers=2, ps=2))
         strategy = ts.ParameterServerStrategy(cluster.resolver, ts.partitioners.FixedShardsPartitioner(2))
+        leaving.callback(strategy.close)
         with strategy.scope():
             model, optimizer = made()
         coordinator = ts.ClusterCoordinator(strategy)
+
+        def which() -> int:
+            time.sleep(0.01)
+            return coordinator.get_current_worker_index()
+
+        there: set[int] = set()
+        while len(there) < 2:  # one may have joined long before the other
+            there.update(one.get() for one in [coordinator.schedule(which) for _ in range(4)])
 
         def leave(ids: torch.Tensor) -> int:
             with ts.get_strategy().no_sync():
@@ -321,4 +332,3 @@ def test_gradients_are_accumulated_over_functions_of_two_workers() -> None:
         coordinator.join()
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
-        strategy.close()
