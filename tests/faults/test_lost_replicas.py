@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.forked import Outcome
 from tests.faults.programs import ALL, PLACES, Fault, play, shared_inodes
-from tests.support.programs import PYTHON, environment, free_ports, wait_for
+from tests.support.programs import PYTHON, environment, free_ports, variables_of_ranks, wait_for
 from torchstrat.testing import Workers
 
 STOP_TIMEOUT_SECONDS = 4.0
@@ -137,12 +137,10 @@ if sys.argv[1] == "closes":
 @pytest.mark.parametrize("end", ["raises", "closes", "ends"])
 def test_a_process_that_was_told_of_a_failure_ends_though_the_other_stays(end: str) -> None:
     """What it has called in vain is not waited for when Python ends."""
-    (port,) = free_ports(1)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = [*PYTHON, "-c", TOLD, end]
     processes = [
-        subprocess.Popen(words, env=environment(**common, RANK=rank, LOCAL_RANK=rank), stderr=subprocess.PIPE)
-        for rank in "01"
+        subprocess.Popen(words, env=environment(**variables), stderr=subprocess.PIPE)
+        for variables in variables_of_ranks()
     ]
     try:
         wait_for(lambda: processes[0].poll() is not None, "the end of rank 0")

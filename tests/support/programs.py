@@ -157,9 +157,14 @@ def _is_free(port: int) -> bool:
 
 def ranks(folder: Path, *overrides: str, program: Path = TRAIN) -> list[subprocess.CompletedProcess[str]]:
     """``scripts/train.py`` in two processes that meet, with the variables set by hand, as schedulers do."""
+    return scripts(folder, *(([program, *overrides], variables) for variables in variables_of_ranks()))
+
+
+def variables_of_ranks() -> list[dict[str, str]]:
+    """What schedulers set by hand for two processes that meet."""
     (port,) = free_ports(1)
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return scripts(folder, *(([program, *overrides], {**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"))
+    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
 def read_metrics(run: Path, event: str) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.programs import wait_for
 from torchstrat.distributed.collectives import notes
 from torchstrat.distributed.collectives.default_group import answers, fresh_store
 from torchstrat.distributed.collectives.notes import (
@@ -177,9 +177,7 @@ def test_a_store_that_does_not_answer_says_nothing_until_it_does() -> None:
     assert visits.is_gone
     assert visits.visit(lambda found: said_at(found, "key"), "nothing") == "nothing"
     store.goes_on.set()
-    deadline = time.monotonic() + 60
-    while visits.is_gone and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: not visits.is_gone, "an answer of the store")
     assert visits.visit(lambda found: said_at(found, "key"), "nothing") == "late"
 
 
@@ -215,9 +213,7 @@ def test_a_note_is_left_once_the_store_answers_again(takes_back: bool, store: An
     if takes_back:
         board.clear()
     slow.answers.set()
-    deadline = time.monotonic() + 60
-    while visits.is_gone and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: not visits.is_gone, "an answer of the store")
     assert note_of(store, BOARD, 1) == (None if takes_back else "raised ValueError: no more")
 
 

@@ -68,25 +68,21 @@ class StoreVisits:
         """
         return self._late is not None and self._late.is_alive()
 
-    def visit(
-        self,
-        call: Callable[[dist.Store], T],
-        otherwise: T,
-        seconds: float = 2 * PATIENCE_SECONDS,
-        *,
-        is_owed: bool = False,
-    ) -> T:
-        """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer.
-
-        ``is_owed``: while the store does not answer the call waits for that, behind the others that do, and this thread
-        does not.
-        """
-        late = self._late if self.is_gone else None
-        if late is not None:
-            if not is_owed:
-                return otherwise
-            seconds = 0.0
+    def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+        """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
+        if self.is_gone:
+            return otherwise
         results: list[T] = []
+        self._start(lambda store: results.append(call(store)), seconds)
+        return results[0] if results else otherwise
+
+    def owe(self, call: Callable[[dist.Store], object]) -> None:
+        """Make ``call(store)`` in any case: while the store does not answer the call waits for that, behind the others
+        that do, and this thread does not."""
+        self._start(call, 0.0 if self.is_gone else 2 * PATIENCE_SECONDS)
+
+    def _start(self, call: Callable[[dist.Store], object], seconds: float) -> None:
+        late = self._late
 
         def visit() -> None:
             if late is not None:
@@ -94,7 +90,7 @@ class StoreVisits:
             try:
                 if self._store is None:
                     self._store = self._first.clone()
-                results.append(call(self._store))
+                call(self._store)
             except Exception:  # the store went with the process that held it; then silence has to speak
                 return
 
@@ -103,7 +99,6 @@ class StoreVisits:
         thread.join(seconds)
         if thread.is_alive():
             self._late = thread
-        return results[0] if results else otherwise
 
 
 class FailureBoard:
@@ -134,7 +129,7 @@ class FailureBoard:
     def _write(self, message: str) -> None:
         self.has_note = True
         # Nobody says it again, and the others would wait for this rank until their timeout.
-        self.visit(lambda store: store.set(_key(self._rank), message), None, is_owed=True)
+        self._visits.owe(lambda store: self._part_of(store).set(_key(self._rank), message))
 
     def clear(self) -> None:
         """Take this rank's note back: it takes part again. Costs nothing where there is none."""
@@ -142,7 +137,7 @@ class FailureBoard:
             self.has_note = False
             if self.leaving is not None:
                 self.leaving(False)
-            self.visit(lambda store: store.delete_key(_key(self._rank)), None, is_owed=True)
+            self._visits.owe(lambda store: self._part_of(store).delete_key(_key(self._rank)))
 
     def read(self, ranks: Sequence[int], seconds: float = PATIENCE_SECONDS) -> dict[int, str]:
         """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one.
@@ -167,20 +162,12 @@ class FailureBoard:
         self.visit(tell_and_hear, None, _TELLING_SECONDS + PATIENCE_SECONDS)
         return dict(said)
 
-    def visit(
-        self,
-        call: Callable[[dist.Store], T],
-        otherwise: T,
-        seconds: float = 2 * PATIENCE_SECONDS,
-        *,
-        is_owed: bool = False,
-    ) -> T:
+    def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         """See `StoreVisits.visit`; the store is the part of this board."""
+        return self._visits.visit(lambda store: call(self._part_of(store)), otherwise, seconds)
 
-        def of_this_board(store: dist.Store) -> T:
-            return call(dist.PrefixStore(self._prefix, store))
-
-        return self._visits.visit(of_this_board, otherwise, seconds, is_owed=is_owed)
+    def _part_of(self, store: dist.Store) -> dist.Store:
+        return dist.PrefixStore(self._prefix, store)
 
 
 def note_of(store: dist.Store, prefix: str, rank: int) -> str | None:
