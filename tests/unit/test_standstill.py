@@ -119,6 +119,21 @@ def test_who_waits_in_the_same_call_waits_for_somebody_else(store: Any) -> None:
         assert one.told(waits) is None
 
 
+def test_a_wait_that_is_over_is_taken_back(store: Any) -> None:
+    """Who has come to hundreds of passes over the data since does not know any more that it came to that one, too."""
+    first, second = ranks(store, 2)
+    early = first.waits("pass 0", "the end of a pass")
+    assert first.told(early) is None
+    for number in range(200):
+        user = Rank(store, 1, 2)
+        second.view.channel(user, f"pass {number}", (0, 1), BOARD).count = 1
+        del user  # and with it the channel
+    first.view.over(early)
+    late = second.waits("pass 200", "the end of a pass")
+    assert second.told(late) is None
+    assert first.told(first.waits("steps", "backward()")) == second.told(late), "they no longer look"
+
+
 @pytest.mark.parametrize("left", ["by an earlier group", "of a call that has ended", "by a channel that is gone"])
 def test_what_is_left_in_the_store_is_no_wait(store: Any, left: str) -> None:
     """A sweep makes one strategy after the other, whose processes meet at one store; or the other rank has not said

@@ -16,7 +16,9 @@ waited for a moment says in the store what it waits in, and how many calls it ha
 what those say that it waits for. If one of them waits, too, for a call that this rank has not come to, or for one that
 waits so, neither will go on.
 
-That is certain, however old what is read: a rank cannot have left a call for which this one has not come.
+That is certain, however old what is read: a rank cannot have left a call for which this one has not come. This one has
+to know all calls to which it has come for that, and forgets those of channels that nobody uses any more, such as those
+of earlier passes over the data. So a rank takes back what it said once that wait is over.
 """
 
 from __future__ import annotations
@@ -377,7 +379,7 @@ MOMENT_SECONDS = 0.5
 _AT_ONCE = 64  # ranks that are asked after in one look
 _SECONDS_PER_RANK = 0.01  # between two looks: one store answers all ranks
 _GIVEN_UP_SECONDS = 2.0  # from then on a rank that has told of its failure, and has not come since, will not come
-_PAST_CHANNELS = 64  # that nobody uses any more, and may still be waited in by who has not looked yet
+_PAST_CHANNELS = 64  # that nobody uses any more, and may still be waited in by who is about to find that it is over
 
 
 class StandstillError(RuntimeError):
@@ -447,6 +449,7 @@ class Standstill:
         self._past: collections.deque[tuple[str, int, bool]] = collections.deque(maxlen=_PAST_CHANNELS)
         """Name, count and ``in_background`` of channels that nobody uses any more."""
         self._told: _Said | None = None
+        """What stands in the store."""
 
     def channel(self, user: object, name: str, ranks: Sequence[int], board: str) -> Channel:
         """A new one. It is forgotten some time after ``user``, who makes its calls, is gone."""
@@ -476,6 +479,13 @@ class Standstill:
         channel.noted = (channel.number, time.monotonic() + self._pause)
         if found is not None:
             raise found
+
+    def over(self, channel: Channel) -> None:
+        """The call that this rank is in on ``channel`` has come to its end. Costs nothing if nobody was told of it."""
+        told = self._told
+        if told is not None and (told.channel, told.number) == (channel.name, channel.number):
+            self._told = None
+            self._visits.owe(lambda store: store.delete_key(_wait_key(self._place, self._rank)))
 
     # -- in the store -----------------------------------------------------------------------------------------------
 

@@ -295,7 +295,9 @@ class ProcessGroupCommunicator:
         channel.call, channel.number = what, number or channel.count
         started = time.monotonic()
         try:
-            return call()
+            result = call()
+            self._family.default.standstill.over(channel)
+            return result
         except CommunicationError:  # of a call that this one is made of
             raise
         except (RuntimeError, ValueError) as error:
