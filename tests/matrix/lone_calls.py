@@ -122,7 +122,7 @@ def _cut_gradient(job: Job) -> torch.Tensor:
 
 _STEP = r"backward\(\)|SGD\.step|end of a run|run \(all logical devices"
 
-_NOT_HEARD = ("raises", "fails in a run, and stays")
+_NOT_HEARD = ("raises", "fails in a run, and stays", "fails in a run, and makes it")
 """What a rank tells of its failure stays within its strategy: who waits in another group learns that its process has
 ended, and else nothing before the timeout."""
 
@@ -180,7 +180,8 @@ ROWS = (
         _to_the_end,
         "end of a pass",
         before=(_started,),
-        without=("ends", "raises"),  # which drops its iterator: who leaves a loop early has nothing against the pass
+        # Which drops its iterator: who leaves a loop early has nothing against the pass; nor has a run that has failed.
+        without=("ends", "raises", "fails in a run, and makes it"),
     ),
     Row(
         "state of a data set",

@@ -68,15 +68,23 @@ def _raises(job: Job, row: Row) -> None:
         job.close()
 
 
-def _fails_and_stays(job: Job, row: Row) -> None:
+def _fails(job: Job) -> None:
     def fail() -> None:
         raise GivesUpError("no more")
 
-    try:
+    with contextlib.suppress(GivesUpError):
         job.run(fail)
-    except GivesUpError:
-        while not others_have_ended():
-            time.sleep(0.1)
+
+
+def _fails_and_stays(job: Job, row: Row) -> None:
+    _fails(job)
+    while not others_have_ended():
+        time.sleep(0.1)
+
+
+def _fails_and_makes_it(job: Job, row: Row) -> None:
+    _fails(job)
+    row.call(job)
 
 
 def _stops(job: Job, row: Row) -> None:
@@ -109,6 +117,7 @@ COLUMNS = (
     Column("ends", _ends, _IS_OVER, is_call=False),
     Column("raises", _raises, "replica 1 raised GivesUpError: no more", is_call=False),
     Column("fails in a run, and stays", _fails_and_stays, "replica 1 raised GivesUpError: no more", is_call=False),
+    Column("fails in a run, and makes it", _fails_and_makes_it, r"replica 1 called .* after 1 run that raised"),
     Column("dies", _dies, "nothing was heard from replica 1", is_call=False),
     Column(
         "is stopped",

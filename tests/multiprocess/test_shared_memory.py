@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import torchstrat as ts
+from tests.faults.forked import in_fork
 from tests.support.central_storage import mappings, me
 from tests.support.replicas import check_processes, run_case
 from torchstrat.distributed.collectives.shared_memory import common_memory, lockstep, neighbours
@@ -43,6 +44,26 @@ def opened(collectives: str = "auto", name: str = "MirroredStrategy", timeout: t
 
 def total(strategy: ts.Strategy, value: torch.Tensor) -> torch.Tensor:
     return strategy.reduce("sum", strategy.run(lambda: value))
+
+
+def of_a_fork(collectives: str) -> tuple[str, float]:
+    def all_calls(strategy: ts.Strategy) -> None:
+        try:
+            total(strategy, torch.ones(()))
+        finally:
+            strategy.close()
+
+    with opened(collectives) as strategy:
+        outcome = in_fork(60, lambda: False, all_calls, strategy)
+        return outcome.text, float(total(strategy, torch.ones(())))
+
+
+@pytest.mark.parametrize("collectives", ["shared_memory", "process_group"])
+def test_a_fork_leaves_its_parents_connections_and_memory_alone(collectives: str, two_processes: Workers) -> None:
+    for said, then in two_processes.run(of_a_fork, collectives):
+        assert "ContextError" in said
+        assert "fork of the process of replica" in said
+        assert then == 2.0
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ class InMemoryCommunicator:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._group.failures.append(message)
 
+    def named(self, what: str) -> str:
+        return what
+
     def words(self, what: str) -> InMemoryWords:
         self._things += 1
         return InMemoryWords(self._group, self._things, self.rank)

@@ -22,6 +22,7 @@ from torch.nn.modules import module as registrations
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 
 import torchstrat as ts
+from tests.faults.forked import in_fork
 from tests.support.replicas import cpus, replica
 
 optimizers: Any = importlib.import_module("torch.optim.optimizer")  # which torch.optim hides
@@ -50,6 +51,13 @@ def meet(value: float = 1.0) -> float:
 def works(strategy: ts.Strategy) -> bool:
     count = strategy.num_replicas_in_sync
     return strategy.local_results(strategy.run(meet)) == (float(count),) * count
+
+
+def test_a_fork_has_threads_of_its_own(strategy: ts.Strategy) -> None:
+    assert works(strategy)
+    outcome = in_fork(60, lambda: False, works, strategy)
+    assert (outcome.how, outcome.text) == ("returned", "True")
+    assert works(strategy)
 
 
 def names() -> list[str]:

@@ -102,12 +102,19 @@ class Communicator(Protocol):
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
 
+    def named(self, what: str) -> str:
+        """The name of a call, by which ranks find that they are in the same; see `leave_run`."""
+
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         """Tell the other ranks, without waiting for them, why this one stopped taking part.
 
         ``leaves``: ranks that wait for this one are told at once, where they share memory, instead of when they have
         waited long enough.
         """
+
+    def leave_run(self) -> None:
+        """This rank's run has raised, maybe no other's. Where the program goes on, what this rank calls from now on is
+        another call than those of a rank that has left fewer: one of them may be of the run that was left."""
 
     def words(self, what: str) -> Words:
         """What all ranks will say about one thing. Every rank asks for it, for the same things in the same order.

@@ -359,7 +359,7 @@ class DifferingEdits:
     def __init__(self, describe: Callable[[torch.Tensor], str]) -> None:
         self._describe = describe
         self.is_told = False
-        self.is_told_of_settings = self.is_told_of_statistics = False
+        self.is_told_of_settings = self.is_told_of_statistics = self.is_told_of_frozen = False
 
     def report(
         self,
@@ -380,6 +380,19 @@ class DifferingEdits:
             "counts for all of them, and what the others did is lost. If each has used what its own rows gave "
             "(torch.autograd.grad, say), combine that first: g = ts.get_replica_context().all_reduce('mean', g); or "
             "let an optimizer step with it: p.grad = g. If it was random noise, this is as it should be.",
+            stacklevel=2,
+        )
+
+    def report_frozen(self, names: Sequence[str]) -> None:
+        """``names``: of parameters that this replica had another ``requires_grad`` of than the first one."""
+        if self.is_told_of_frozen or not names:
+            return
+        self.is_told_of_frozen = True
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"this replica had another requires_grad of {names[0]}{others} than the first one, whose counts for all of "
+            "them from here on. In this run the gradient counted as zero where it was frozen: freeze a parameter on "
+            "all replicas, or on none.",
             stacklevel=2,
         )
 

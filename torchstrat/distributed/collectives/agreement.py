@@ -101,7 +101,7 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
     ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
     """
-    call = in_full(call)
+    call = communicator.named(in_full(call))
     headers = communicator.all_gather_numbers(header(AGREEMENT, call, numbers), call)
     return _checked(communicator, call, headers, len(numbers))
 
@@ -133,7 +133,7 @@ def agree_and_sum(
     communicator: SumsInPlace, call: str, numbers: tuple[float, ...], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[list[float]], Callable[[float], None] | None]:
     """The same, and in the same meeting the better part of a sum; see `SumsInPlace.all_gather_numbers_and_sum`."""
-    call = in_full(call)
+    call = communicator.named(in_full(call))
     headers, add_up = communicator.all_gather_numbers_and_sum(header(AGREEMENT, call, numbers), tensors, call)
     return _checked(communicator, call, headers, len(numbers)), add_up
 

@@ -57,9 +57,14 @@ class StoreVisits:
     """
 
     def __init__(self, store: Any) -> None:
-        self._first = store
+        self._first, self._process = store, os.getpid()
         self._store: dist.Store | None = None
         self._late: threading.Thread | None = None
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork, whose connection is its parent's: the two would read each other's answers."""
+        return self._process != os.getpid()
 
     @property
     def is_gone(self) -> bool:
@@ -72,7 +77,7 @@ class StoreVisits:
 
     def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
-        if self.is_gone:
+        if self.is_inherited or self.is_gone:
             return otherwise
         results: list[T] = []
         self._start(lambda store: results.append(call(store)), seconds)
@@ -118,11 +123,17 @@ class FailureBoard:
     def is_gone(self) -> bool:
         return self._visits.is_gone
 
+    @property
+    def is_inherited(self) -> bool:
+        return self._visits.is_inherited
+
     def post(self, message: str, *, leaves: bool = False) -> None:
         """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts.
 
         ``leaves``: those that wait for it are not to wait any longer.
         """
+        if self.is_inherited:
+            return
         if not self.has_note:
             self._write(message)
         if leaves and self.leaving is not None:  # now that the reason can be read
@@ -135,7 +146,7 @@ class FailureBoard:
 
     def clear(self) -> None:
         """Take this rank's note back: it takes part again. Costs nothing where there is none."""
-        if self.has_note:
+        if self.has_note and not self.is_inherited:
             self.has_note = False
             if self.leaving is not None:
                 self.leaving(False)

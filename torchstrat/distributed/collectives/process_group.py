@@ -141,6 +141,7 @@ class _Family:
         self.board = FailureBoard(default.visits, prefix, rank)
         self.default, self.prefix = default, prefix
         self.failure: CommunicationError | None = None
+        self.left_runs = 0
         self.words, self.channels = itertools.count(), itertools.count()
         self.members: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
         self.closed = False
@@ -237,7 +238,7 @@ class ProcessGroupCommunicator:
 
     def close(self) -> None:
         family = self._family
-        if family.closed:
+        if family.closed or self.is_inherited:
             return
         family.closed = True
         family.board.post("closed its strategy")
@@ -245,6 +246,11 @@ class ProcessGroupCommunicator:
             communicator.destroy_groups()
         _destroy_abandoned()
         family.default.leave(self)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that is in the group, and that goes on with it."""
+        return self._family.board.is_inherited
 
     def abandon_if_stuck(self) -> None:
         """Where a call has failed, or has begun and not ended."""
@@ -281,6 +287,12 @@ class ProcessGroupCommunicator:
         """
         if self._family.closed:
             raise ContextError(f"{what} was called after the strategy had been closed; make a new strategy.")
+        if self.is_inherited:
+            raise ContextError(
+                f"{what} was called in a fork of the process of replica {self._global_rank}, which itself uses the "
+                "connections to the others and the memory they share. Make a strategy in the new process, or compute "
+                "there without one."
+            )
         if self._family.failure is not None:
             raise CommunicationError(
                 f"{what} cannot start, because an earlier call failed and the processes no longer stand at the same "
@@ -407,6 +419,13 @@ class ProcessGroupCommunicator:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._family.board.post(message, leaves=leaves)
 
+    def leave_run(self) -> None:
+        self._family.left_runs += 1
+
+    def named(self, what: str) -> str:
+        left = self._family.left_runs
+        return f"{what} after {left} run{'s' * (left > 1)} that raised" if left else what
+
     def call_when_leaving(self, call: Callable[[bool], None] | None) -> None:
         """``call(True)`` when this rank has reported that it leaves, ``call(False)`` when it comes all the same."""
         self._family.board.leaving = call
@@ -488,6 +507,7 @@ class ProcessGroupCommunicator:
 
     def _meet(self, message: bytes, what: str) -> list[int]:
         """How long each rank's message is: they have to know before any is sent, and learn who is in another call."""
+        what = self.named(what)
         own = torch.tensor(header(OBJECT, what, (float(len(message)),)), dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(self.size)]
 

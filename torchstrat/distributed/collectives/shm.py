@@ -197,7 +197,7 @@ class SharedMemoryCommunicator:
                 target[start : start + BLOCK_BYTES].copy_(block)
 
     def all_gather_object(self, value: object, what: str) -> list[Any]:
-        message = pickled(value, what)
+        message, what = pickled(value, what), self.named(what)
         return [
             pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))
         ]
@@ -225,7 +225,7 @@ class SharedMemoryCommunicator:
         return [bytes(collected) for collected in received]
 
     def broadcast_object(self, value: object, source: int, what: str) -> Any:
-        message = pickled(value, what) if self.rank == source else b""
+        message, what = pickled(value, what) if self.rank == source else b"", self.named(what)
         told = self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))[source]
         return value if self.rank == source else pickle.loads(told)
 
@@ -260,6 +260,12 @@ class SharedMemoryCommunicator:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._sockets.report_failure(message, leaves=leaves)
 
+    def named(self, what: str) -> str:
+        return self._sockets.named(what)
+
+    def leave_run(self) -> None:
+        self._sockets.leave_run()
+
     def words(self, what: str) -> Words:
         return self._sockets.words(what)
 
@@ -270,6 +276,8 @@ class SharedMemoryCommunicator:
         self._sockets.forget_failure()
 
     def close(self) -> None:
+        if self._sockets.is_inherited:
+            return
         if self._copies is not None:
             self._copies.close()
         self._sockets.call_when_leaving(None)

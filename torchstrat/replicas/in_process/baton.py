@@ -122,9 +122,13 @@ class WorkerThreads:
         self._name = name
         self._workers: list[Worker] = []
         self._callers_gate: Gate | None = None
+        self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _dismiss, self._workers)
 
     def first(self, count: int) -> list[Worker]:
+        if self._process != os.getpid():  # a fork, which has none of these threads, and whose gates are its parent's
+            self._workers.clear()
+            self._process, self._callers_gate = os.getpid(), None
         while len(self._workers) < count:
             self._workers.append(Worker(f"{self._name}-{len(self._workers)}"))
         return self._workers[:count]

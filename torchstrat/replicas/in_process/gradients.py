@@ -149,6 +149,12 @@ class InProcessCommunicator:
 
     def forget_failure(self) -> None: ...
 
+    def leave_run(self) -> None:
+        """A run that raises ends for all replicas."""
+
+    def named(self, what: str) -> str:
+        return what
+
     def calls_differ(self, what: str, *, is_over: bool) -> str:
         """The baton tells."""
         return what

@@ -506,8 +506,8 @@ def plain_digest(members: Members) -> float:
     return float(found)
 
 
-def level_plain(communicator: Communicator, registry: VariableRegistry, source: int, call: str) -> None:
-    """That of rank ``source`` becomes everyone's. All ranks call it."""
+def level_plain(communicator: Communicator, registry: VariableRegistry, source: int, call: str) -> list[str]:
+    """That of rank ``source`` becomes everyone's. All ranks call it. Names of those whose ``requires_grad`` it was."""
     members, tensors = registry.members(), registry.named_tensors()
     own = (
         {registry.number_of(module): module.training for module in members.modules},
@@ -517,9 +517,12 @@ def level_plain(communicator: Communicator, registry: VariableRegistry, source: 
     modes, flags, kept = communicator.broadcast_object(own, source, call)
     for module in members.modules:
         module.training = modes.get(registry.number_of(module), module.training)
+    changed = []
     for name, tensor in tensors.items():
         flag = flags.get(name, tensor.requires_grad)
         if flag != tensor.requires_grad and tensor.is_leaf and not is_lazy(tensor):
             tensor.requires_grad_(flag)
+            changed.append(name)
     for helper, told in zip(_schedulers_and_scalers(members), kept, strict=False):
         vars(helper).update({name: value for name, value in told.items() if vars(helper).get(name) != value})
+    return changed

@@ -354,13 +354,19 @@ class PerProcessReplica(ReplicaEngine):
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
         self._weights = weights = StepWeights(range(self.num_replicas), batches_among(leaves) if leaves else ())
         self._world.forget_failure()
-        adopted = self.registry.adopt(fn, leaves)
-        if adopted:
-            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=5)
+        if adopted := self.registry.adopt(fn, leaves):
+            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=6)
         members = self.registry.members()
         return weights, members, self._take_over_initial_values(members)
 
     def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
+        try:
+            return self._run(fn, args, kwargs)
+        except BaseException:
+            self._world.leave_run()
+            raise
+
+    def _run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         weights, members, roster = self._begin_run(fn, args, kwargs)
         if not weights.active:
             return PerReplica((), replica_ids=(), weights=weights)
@@ -368,7 +374,7 @@ class PerProcessReplica(ReplicaEngine):
         if len(weights.active) == self.num_replicas:
             result = self._run_replica(roster, members, fn, args, kwargs)
         else:
-            result = self._run_without_idle(weights.active, roster, members, fn, args, kwargs)
+            result = self._run_without_idle(weights, roster, members, fn, args, kwargs)
         self._gradients.pending |= self._gradients.no_sync
         self._watch_optimizers()
         if self._pages is not None:
@@ -376,11 +382,11 @@ class PerProcessReplica(ReplicaEngine):
         return result
 
     def _run_without_idle(
-        self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: object, kwargs: object
+        self, weights: StepWeights, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> object:
         idle = IdleReplicas(
             self._world,
-            active,
+            weights.active,
             self.registry,
             self._rosters,
             self._gradients,
@@ -393,21 +399,20 @@ class PerProcessReplica(ReplicaEngine):
         idle.before_run(fn, args, kwargs)
         if self._gradients.pending:
             self._gradients.combine_parts(roster, self._world, is_all=True)
-        assert self._weights is not None
         result = None
-        group = self._world.subgroup(tuple(active))
-        if self._world.rank in active:
+        group = self._world.subgroup(tuple(weights.active))
+        if self._world.rank in weights.active:
             self._communicator = group
             try:
                 result = self._run_replica(roster, members, fn, args, kwargs)
                 if self._gradients.pending or self._gradients.no_sync:
-                    own = self._weights.of(self._world.rank)
+                    own = weights.of(self._world.rank)
                     self._gradients.combine_parts(self._rosters.now(), group, own, is_all=False)
                 idle.settle_gradients(group)
             finally:
                 self._communicator = self._world
-        result = idle.after_run(result, self._weights)
-        hand_over(self._world, dict(self.registry.variables.numbered()), active[0])
+        result = idle.after_run(result, weights)
+        hand_over(self._world, dict(self.registry.variables.numbered()), weights.active[0])
         self._edits.begin(self._rosters.now().tensors)
         return result
 
@@ -501,10 +506,10 @@ class PerProcessReplica(ReplicaEngine):
         buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
         if not all_equal(rows) or own[1] or buffers.sums:
             self._level_at_end(rows, roster, optimizers, buffers)
-        if self.registry.buffer_rules:
-            for name, slot in self.registry.named_buffer_slots().items():
-                if self.registry.buffer_rules.keeps_own(slot.module, slot.name):
-                    self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
+        rules = self.registry.buffer_rules
+        for name, slot in self.registry.named_buffer_slots().items() if rules else ():
+            if rules.keeps_own(slot.module, slot.name):
+                self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
 
     def _level_at_end(
         self, rows: list[list[float]], roster: Roster, optimizers: list[Optimizer], buffers: ProcessBuffers
@@ -512,7 +517,7 @@ class PerProcessReplica(ReplicaEngine):
         """``rows``: what each rank has brought, which differs, or has parts of gradients or sums of buffers in it."""
         weights, parts = [row[0] for row in rows], [row[1] for row in rows]
         if not all_equal([row[-2:-1] for row in rows]):
-            level_plain(self._communicator, self.registry, 0, END_OF_RUN)
+            self._differing.report_frozen(level_plain(self._communicator, self.registry, 0, END_OF_RUN))
         states, rows = [row[-1:] for row in rows], [row[1:-2] for row in rows]
         if any(parts):
             self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])

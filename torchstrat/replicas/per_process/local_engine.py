@@ -74,7 +74,7 @@ class LocalProcessReplica(PerProcessReplica):
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
+    def _run(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         outside = self._outside.find()
         weights, members, roster = self._begin_run(fn, args, kwargs)
         require_rows_for_all(weights.active, self.num_replicas)

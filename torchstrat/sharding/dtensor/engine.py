@@ -253,11 +253,11 @@ class LogicalReplicas(PerProcessReplica):
 
     # -- run --------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], args: Sequence[object], kwargs: dict[str, object]) -> Any:
+    def _run(self, fn: Callable[..., Any], args: Sequence[object], kwargs: dict[str, object]) -> Any:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
         adopted = self.registry.adopt(fn, leaves)
         if adopted:
-            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
+            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=5)
         self._take()
         if self._unchecked_rules is not None:
             self._unchecked_rules.require_all_used()
@@ -265,7 +265,7 @@ class LogicalReplicas(PerProcessReplica):
         self._surroundings.check_optimizers()
         self._require_alike(leaves)
         with self.variables.inside():
-            result = super().run(fn, args, kwargs)
+            result = super()._run(fn, args, kwargs)
         return nest.map_structure(_put_together, result)
 
     def _require_alike(self, leaves: Sequence[object]) -> None:

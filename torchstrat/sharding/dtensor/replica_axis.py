@@ -54,6 +54,12 @@ class Forwarding:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._to.report_failure(message, leaves=leaves)
 
+    def leave_run(self) -> None:
+        self._to.leave_run()
+
+    def named(self, what: str) -> str:
+        return self._to.named(what)
+
     def words(self, what: str) -> Words:
         return self._to.words(what)
 
@@ -207,6 +213,11 @@ class Alone:
     def barrier(self, what: str) -> None: ...
 
     def report_failure(self, message: str, *, leaves: bool = False) -> None: ...
+
+    def leave_run(self) -> None: ...
+
+    def named(self, what: str) -> str:
+        return what
 
     def words(self, what: str) -> Words:
         raise NotImplementedError("a rank that is alone has nobody to tell")
