@@ -1,7 +1,7 @@
 """Parameter servers."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +80,13 @@ class Servers(Area):
     @raises(WrongTypeError, "got int", "needs a function", "function itself")
     def a_called_function_scheduled(self) -> None:
         self.cluster().coordinator.schedule(1)
+
+    @raises(WrongTypeError, "a generator function", "computes when it is called", "Take the yield out")
+    def a_yield_in_a_scheduled_function(self) -> None:
+        def function() -> Iterator[float]:
+            yield 1.0
+
+        self.cluster().coordinator.schedule(function)
 
     @raises(WrongTypeError, "got Tensor", "a list or a tuple", r"args=\(value,\)")
     def a_tensor_for_args(self) -> None:

@@ -1,5 +1,6 @@
 """Scopes and runs."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.mistakes.table import Area, loader, raises, right, step_of, warns
+from tests.mistakes.table import Area, each, loader, raises, right, step_of, warns
 from torchstrat.errors import (
     ContextError,
     InvalidArgumentError,
@@ -25,6 +26,25 @@ _steps = 0
 def _count_step() -> None:
     global _steps
     _steps += 1
+
+
+class Yielding:
+    """Steps that compute nothing where they are called."""
+
+    def __call__(self) -> Iterator[float]:
+        yield 1.0
+
+    async def awaited(self) -> float:
+        return 1.0
+
+    async def draws(self) -> Any:
+        yield 1.0
+
+
+FUNCTION = "a function that computes when it is called"
+RUNS_NONE = (WrongTypeError, FUNCTION, "is a generator function", "Take the yield out")
+AWAITS_NONE = (WrongTypeError, FUNCTION, "is an async function", "asyncio.run")
+RAN_NONE = (WrongTypeError, "returned the (generator|coroutine)", "on no replica", "Return what it computes")
 
 
 class Steps(Area):
@@ -62,6 +82,32 @@ class Steps(Area):
     @raises(WrongTypeError, "got Tensor", "needs a function", "function itself")
     def a_called_step(self) -> None:
         self.mirrored().run(torch.ones(1))
+
+    @each(
+        ("a step with a yield", Yielding.__call__, *RUNS_NONE),
+        ("a partial of a step with a yield", functools.partial(Yielding.__call__, Yielding()), *RUNS_NONE),
+        ("an object whose call has a yield", Yielding(), *RUNS_NONE),
+        ("an asynchronous step", Yielding().awaited, *AWAITS_NONE),
+        ("an asynchronous step with a yield", Yielding().draws, *AWAITS_NONE),
+        ("a step that returns a generator", lambda: [(number for number in range(3))], *RAN_NONE),
+        ("a step that returns a coroutine", lambda: {"loss": Yielding().awaited()}, *RAN_NONE),
+    )
+    def unfinished(self, step: Any) -> None:
+        self.mirrored().run(step)
+
+    @each(
+        ("a yield in what is merged", ts.ReplicaContext.merge_call, *RUNS_NONE),
+        ("a yield in an update", lambda here, fn: here.strategy.extended.update(None, fn), *RUNS_NONE),
+    )
+    def unfinished_in_a_step(self, call: Any) -> None:
+        self.mirrored().run(lambda: call(ts.get_replica_context(), Yielding.__call__))
+
+    @right("`distribute_datasets_from_function`: what its function yields is its dataset.")
+    def a_yield_in_a_dataset_function(self) -> None:
+        def batches(context: ts.data.InputContext) -> Iterator[torch.Tensor]:
+            yield torch.ones(2)
+
+        assert len(list(self.mirrored().distribute_datasets_from_function(batches))) == 1
 
     @raises(WrongTypeError, "got dict", "RunOptions", "or None")
     def options_of_another_call(self) -> None:

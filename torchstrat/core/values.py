@@ -9,7 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+
+import torch
 
 from torchstrat.core import nest, notebook_html
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
@@ -263,11 +267,71 @@ def require_list_or_tuple(
         )
 
 
-def require_callable(fn: object, caller: str) -> None:
+_AWAITS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_RUNS_LATER = inspect.CO_GENERATOR | _AWAITS
+
+
+def require_callable(fn: object, caller: str, *, may_yield: bool = False) -> None:
+    """Refuse what ``caller`` cannot call, or what computes nothing when it is called: generator functions and ``async
+    def``. ``may_yield``: where a generator is as good a result as any other iterable."""
+    if type(fn) is FunctionType and not fn.__code__.co_flags & _RUNS_LATER:
+        return  # nearly always
     if not callable(fn):
         raise WrongTypeError(
             f"{caller} needs a function; got {type(fn).__name__}. Pass the function itself, with its arguments beside "
             "it, and not what it returned."
+        )
+    flags = _flags_behind(fn)
+    if flags & (_AWAITS if may_yield else _RUNS_LATER):
+        kind, change = (
+            ("an async function", "Write `def` without async, or pass a function that awaits it by asyncio.run")
+            if flags & _AWAITS
+            else ("a generator function", "Take the yield out of it, and return the value")
+        )
+        name = getattr(fn, "__qualname__", None) or f"{fn!r:.80}"
+        raise WrongTypeError(
+            f"{caller} needs a function that computes when it is called; got {name}, which is {kind}: a call runs none "
+            f"of its code. {change}."
+        )
+
+
+def _flags_behind(fn: object) -> int:
+    """Of the code that calling ``fn`` runs, through `functools.partial`, bound methods and ``__call__``. 0: of none in
+    Python, or a class, whose result is an object of it."""
+    while not isinstance(fn, FunctionType):
+        if isinstance(fn, partial):
+            fn = fn.func
+        elif isinstance(fn, MethodType):
+            fn = fn.__func__
+        else:
+            called = None if isinstance(fn, type) else getattr(type(fn), "__call__", None)  # noqa: B004
+            if not isinstance(called, FunctionType | MethodType | partial):
+                return 0
+            fn = called
+    return fn.__code__.co_flags
+
+
+_FINISHED = frozenset({torch.Tensor, float, int, type(None)})  # what runs return most
+_UNFINISHED = (GeneratorType, CoroutineType, AsyncGeneratorType)
+
+
+def require_finished(result: nest.Nest) -> None:
+    """That a run returned no generator or coroutine, whose code would run after it, on no replica."""
+    if type(result) is PerReplica:
+        result = result.values[0] if result.values else None
+    if type(result) in _FINISHED:
+        return
+    if nest.is_nested(result):
+        for child in nest.values_of(result):
+            require_finished(child)
+    elif isinstance(result, _UNFINISHED):
+        if isinstance(result, CoroutineType):
+            result.close()  # or Python complains of it, too
+        kind = type(result).__name__.replace("_", " ")
+        raise WrongTypeError(
+            f"run called a step that returned the {kind} {result.__qualname__}, whose code has run on no replica and "
+            "would run outside of the run. Return what it computes: for a generator a list of it, for a coroutine what "
+            "asyncio.run returns."
         )
 
 
@@ -324,7 +388,7 @@ def distribute_values(
     value_fn: Callable[[ValueContext], object], num_replicas: int, local_replicas: tuple[int, ...], wrap: bool
 ) -> Any:
     """One call per local replica, in order. ``wrap``: always `PerReplica` leaves; else the one replica's bare value."""
-    require_callable(value_fn, "distribute_values_from_function")
+    require_callable(value_fn, "distribute_values_from_function", may_yield=True)
     values = [value_fn(ValueContext(replica, num_replicas)) for replica in local_replicas]
     if not wrap:
         return values[0]

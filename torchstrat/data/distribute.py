@@ -234,7 +234,7 @@ def distribute_datasets_from_function(
         UnsupportedError: PER_REPLICA on a strategy with a single replica.
     """
     options = require_options(options)
-    require_callable(dataset_fn, "distribute_datasets_from_function")
+    require_callable(dataset_fn, "distribute_datasets_from_function", may_yield=True)
     per_replica = options.replication_mode is InputReplicationMode.PER_REPLICA
     if options.place_dataset_on_device and not per_replica:
         raise InvalidArgumentError(

@@ -128,7 +128,7 @@ def make_input_fn_iterator(
     Raises:
         InvalidArgumentError: ``input_fn`` returned something else, or another ``replication_mode``.
     """
-    require_callable(input_fn, "make_input_fn_iterator")
+    require_callable(input_fn, "make_input_fn_iterator", may_yield=True)
     options = InputOptions(replication_mode=replication_mode)
     if options.replication_mode is not InputReplicationMode.PER_WORKER:
         raise InvalidArgumentError(

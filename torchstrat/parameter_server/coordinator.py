@@ -417,7 +417,6 @@ class ClusterCoordinator:
 
     def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
         """What else every worker makes for itself by calling ``fn()``: a vocabulary, a cache, a connection."""
-        require_callable(fn, "create_per_worker_resource")
         require_builder(fn, "create_per_worker_resource")
         number, what = self._resources.next_number(), f"the per-worker resource {_name_of(fn)}"
         return PerWorkerValues(self._resources, ResourceSpec(number, what, self._pack_builder(fn, "fn")))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torchstrat.core import nest
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
-from torchstrat.core.values import misfit
+from torchstrat.core.values import misfit, require_callable
 from torchstrat.data import spec
 from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.messages import Token
@@ -241,6 +241,7 @@ def numbers_of(tokens: Iterable[Token]) -> list[int]:
 
 def require_builder(fn: Callable[..., object], call: str) -> None:
     """That ``fn``, which ``call`` got, can be called without arguments."""
+    require_callable(fn, call, may_yield=True)
     if misfit(fn) is not None:
         raise WrongTypeError(
             f"{call} has every worker call the function without arguments; {fn!r:.80} needs some. "

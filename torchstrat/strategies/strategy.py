@@ -24,6 +24,7 @@ from torchstrat.core.values import (
     distribute_values,
     local_results,
     require_callable,
+    require_finished,
     require_fitting_arguments,
     require_kwargs,
     require_list_or_tuple,
@@ -258,6 +259,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             require_run_options(options)
             context.require_cross(self, "run")
             result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
+            require_finished(result)
             checks = self._periodic_checks
             if checks is not None and (number := checks.is_due()):
                 self._engine.check_replicas(f", after run {number}")

@@ -32,6 +32,7 @@ from torch import nn
 
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.core.terminal import named_object, parser_with_examples
+from torchstrat.core.values import require_callable
 from torchstrat.data import rows, unmarked
 from torchstrat.strategies.strategy import Strategy
 from torchstrat.testing import contract
@@ -133,6 +134,8 @@ def compare(
     Raises:
         InvalidArgumentError: an unknown strategy, or no batches. What the plain program raises is not caught.
     """
+    require_callable(build, "compare(build=…)")
+    require_callable(step, "compare(step=…)")
     unknown = sorted(set(strategies) - set(STRATEGIES))
     if unknown:
         raise InvalidArgumentError(f"no strategy is called {', '.join(unknown)}; there are {', '.join(STRATEGIES)}.")
