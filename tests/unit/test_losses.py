@@ -39,10 +39,17 @@ def test_the_global_batch_defaults_to_equal_replicas(summing: ts.Strategy) -> No
     [
         ([[1.0, 2.0], [3.0, 4.0]], {"sample_weight": torch.tensor([1.0, 10.0]), "global_batch_size": 2}, 36.5),
         ([[1.0, 2.0], [3.0, 4.0]], {"sample_weight": 2.0}, 10.0),
+        ([1.0, 2.0, 3.0], {"sample_weight": torch.tensor([[1.0], [0.0], [1.0]]), "global_batch_size": 4}, 1.0),
         ([], {"global_batch_size": 0}, 0.0),
         ([1.0, 1.0], {"global_batch_size": torch.tensor(4)}, 0.5),
     ],
-    ids=["weights broadcast from the left", "one weight", "an empty global batch", "a size as a tensor"],
+    ids=[
+        "weights broadcast from the left",
+        "one weight",
+        "a column of weights",
+        "an empty global batch",
+        "a size as a tensor",
+    ],
 )
 def test_outside_of_any_strategy(losses: Any, options: Any, expected: float) -> None:
     assert ts.compute_average_loss(torch.tensor(losses), **options) == expected
@@ -67,3 +74,26 @@ def test_where_they_are_an_error(summing: ts.Strategy, call: Any) -> None:
 def test_sizes_that_are_none(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="global_batch_size must be"):
         ts.compute_average_loss(torch.ones(2), global_batch_size=size)
+
+
+LOSSES = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ts.compute_average_loss(LOSSES, torch.ones(2)), r"\(2,\) does not fit losses of shape \(3,\)"),
+        (lambda: ts.compute_average_loss(LOSSES, torch.ones(1, 3)), r"\(1, 3\) does not fit"),
+        (
+            lambda: ts.compute_average_loss(LOSSES[:, None], torch.ones(3, 2)),
+            r"give one weight for each row, shape \(3,",
+        ),
+        (lambda: ts.compute_average_loss(3.0), "a tensor of losses.*got float 3.0"),  # type: ignore[arg-type]
+        (lambda: ts.global_mean(3.0, 2), "a tensor; got float 3.0"),  # type: ignore[arg-type]
+        (lambda: ts.global_mean(LOSSES[:, None], LOSSES), r"total of shape \(3, 1\) by one number"),
+        (lambda: ts.global_mean(LOSSES.sum(), LOSSES), r"total of shape \(\) by one number.*\(3,\).*count.sum\(\)"),
+    ],
+)
+def test_losses_weights_and_counts_that_do_not_fit(call: Any, said: str) -> None:
+    with pytest.raises(ts.errors.TorchstratError, match=said):
+        call()
