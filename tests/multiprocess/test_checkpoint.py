@@ -110,6 +110,45 @@ def test_a_part_is_restored_by_all_ranks_or_none(kind: str, two_processes: Worke
         assert names.startswith("ReplicaDivergenceError")
 
 
+def call_differently(path: str) -> list[str]:
+    """Each rank names another path, step, directory or object."""
+    strategy = ts.MirroredStrategy()
+    job, rank = Job(strategy), int(os.environ["RANK"])
+    job.checkpoint.save(path)
+    before = job.values()
+    own = Checkpoint(**{("model", "net")[rank]: job.model})
+    with ts.CheckpointManager(path + "-steps") as manager, ts.CheckpointManager(f"{path}-{rank}") as elsewhere:
+        messages = told(
+            lambda: job.checkpoint.save(f"{path}-{rank}"),
+            lambda: job.checkpoint.save(f"{path}-{rank}", asynchronous=True),
+            lambda: own.save(path),
+            lambda: job.checkpoint.restore(path if rank == 0 else path + "-other"),
+            lambda: own.restore(path),
+            lambda: manager.save(job.checkpoint, 7 + rank),
+            lambda: manager.save(own, 7),
+            lambda: elsewhere.save(job.checkpoint, 7),
+            lambda: elsewhere.restore(job.checkpoint),
+            elsewhere.claim,
+        )
+        assert same(job.values(), before)
+        manager.save(job.checkpoint, 7)
+    job.checkpoint.restore(path)
+    strategy.close()
+    return messages
+
+
+def test_what_ranks_call_differently_is_an_error_of_all(two_processes: Workers, tmp_path: Path) -> None:
+    first, second = two_processes.run(call_differently, str(tmp_path / "saved"))
+    assert first == second
+    differing = ["saved-0", "saved-0", "of model to", "saved, ", "of model from", "000007", "of model to"]
+    for message, one in zip(first, [*differing, "saved-0", "saved-0", "saved-0"], strict=True):
+        assert message.startswith(
+            "ReplicaDivergenceError: the replicas no longer make the same calls: replica 0 called"
+        )
+        assert one in message
+    assert sorted(name for name in os.listdir(tmp_path)) == ["saved", "saved-steps"]
+
+
 def save(kind: str, path: str, asynchronous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     strategy = ts.CentralStorageStrategy() if kind == "central" else ts.MirroredStrategy()
     job = Job(strategy, seed=0)
@@ -219,15 +258,18 @@ def fail(path: str, asynchronous: bool) -> list[str]:
     job.checkpoint.save(path)
     job.train()
     moved = job.values()
-    lost = Checkpoint(model=job.model, **({} if is_first else {"own": nn.Linear(2, 2)}))
+    lost = Checkpoint(model=job.model, own=nn.Module() if is_first else nn.Linear(2, 2))
     with held_writes(full=not is_first) as held:
         held.go_on.set()
         messages = told(lambda: job.checkpoint.save(path, asynchronous=asynchronous).result(WAIT))
-    messages += told(
-        lambda: job.checkpoint.restore(path if is_first else path + "-nowhere"),
-        lambda: job.checkpoint.save(os.path.join(path, ".metadata", "below")),
-    )
-    is_dir = Path.is_dir
+    is_dir, is_file, exists = Path.is_dir, Path.is_file, Path.exists
+    sees = {
+        "is_file": lambda path: is_first and is_file(path),
+        "exists": lambda path: is_first and exists(path),
+    }
+    with mock.patch.multiple(Path, **sees):
+        messages += told(lambda: job.checkpoint.restore(path))
+    messages += told(lambda: job.checkpoint.save(os.path.join(path, ".metadata", "below")))
     with mock.patch.object(Path, "is_dir", lambda path: (is_first or ".writing-" not in path.name) and is_dir(path)):
         messages += told(lambda: lost.save(path + "-lost"), lambda: job.checkpoint.save(path + "-next"))
     assert same(job.values(), moved)

@@ -99,7 +99,10 @@ class Checkpoint:
 
         One save or restore at a time: another one, of any `Checkpoint` in this process, waits for its end.
 
+        Every process has to call it, with the same path and the same names of objects.
+
         Raises:
+            ReplicaDivergenceError: another process has called it with another path, or objects of other names.
             InvalidArgumentError: the path cannot be written to, here or by a server, which the message names.
             ParameterServerUnavailable: a server is gone.
             CommunicationTimeoutError: functions ran for longer than the strategy's ``timeout``; the message names them
@@ -120,7 +123,8 @@ class Checkpoint:
         turns.take(what)
         try:
             with contextlib.ExitStack() as stack:
-                processes = stack.enter_context(all_processes("Checkpoint.save", self._objects))
+                call = f"Checkpoint.save of {self._names()} to {target}"
+                processes = stack.enter_context(all_processes(call, self._objects))
                 processes.attempt(self._raise_earlier, what)
                 # Every process collects what is to be written: reading some variables involves all of them.
                 processes.attempt(lambda: taken.append(take(self._objects, self._servers(), copies=asynchronous)), what)
@@ -185,7 +189,7 @@ class Checkpoint:
             InvalidArgumentError: there is no complete checkpoint, a file of it is damaged, or it does not fit: names
                 that are missing or too many, other shapes or dtypes, all of them in one message; or ``only`` has a name
                 that no object has, or the checkpoint does not have, with those that are near it.
-            ReplicaDivergenceError: another process has called it with other arguments.
+            ReplicaDivergenceError: another process has called it with other arguments, or has objects of other names.
             CommunicationTimeoutError: a server was not there in time; the message names it.
             ContextError: called within a replica, or in a scheduled function.
         """
@@ -199,7 +203,7 @@ class Checkpoint:
         selection = Selection.of(only, strict, self._objects)
         if selection.only is not None:  # before it waits for anybody
             selection.require_among([*(name for item in make_items(self._objects, None) for name in item.names()), OWN])
-        call = f"Checkpoint.restore({selection})" if str(selection) else "Checkpoint.restore"
+        call = f"Checkpoint.restore({selection}) of {self._names()} from {target}"
         servers = self._servers()
 
         def restore(takes_back: bool) -> SkippedKeys:
@@ -216,6 +220,9 @@ class Checkpoint:
             skipped = servers.restoring(self._objects, restore, whole=selection.only is None)
         logger.debug("%s is restored from %s.", self, target)
         return skipped
+
+    def _names(self) -> str:
+        return ", ".join(sorted(self._objects))
 
     def _servers(self) -> Servers | None:
         return servers_of(_tensors(self._objects.values()))

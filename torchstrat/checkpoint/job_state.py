@@ -210,7 +210,7 @@ _Value = TypeVar("_Value")
 
 class Processes:
     """``communicator``: None for a process that is alone. ``call``: what all are in, by a name that is the same on
-    all; paths, which may differ, are in the ``what`` of the methods."""
+    all, with what they have to be given alike. The ``what`` of the methods is for messages."""
 
     def __init__(self, communicator: ProcessGroupCommunicator | None, call: str) -> None:
         self._communicator, self._call = communicator, call

@@ -190,7 +190,7 @@ class CheckpointManager:
         from torchstrat.checkpoint.job_state import all_processes
 
         self._require_open("claim")
-        with all_processes("CheckpointManager.claim", {}) as processes:
+        with all_processes(f"CheckpointManager.claim of {self.directory}", {}) as processes:
             processes.of_first(self._become_writer, f"claiming {self.directory}")
 
     def save(
@@ -206,6 +206,7 @@ class CheckpointManager:
         cannot be deleted is a warning. After an error the checkpoints that were there are as they were.
 
         Raises:
+            ReplicaDivergenceError: another process has called it with another step, directory, or names of objects.
             InvalidArgumentError: another process writes to the directory; it cannot be written to; there is a
                 checkpoint of a later step (see above).
             what `Checkpoint.save` raises, also of the asynchronous save before this one.
@@ -226,7 +227,8 @@ class CheckpointManager:
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
         from torchstrat.checkpoint.job_state import all_processes
 
-        with all_processes("CheckpointManager.save", checkpoint.objects) as processes:
+        call = f"CheckpointManager.save of {', '.join(sorted(checkpoint.objects))} to {path}"
+        with all_processes(call, checkpoint.objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
             processes.of_first(lambda: self._prepare(step), f"saving {path}")
             handle = checkpoint.save(path, asynchronous=asynchronous)
@@ -307,7 +309,8 @@ class CheckpointManager:
             _require_step(step)
         what = self._meant(checkpoint, "restore")
         self._pending.wait()
-        with all_processes("CheckpointManager.restore", what.objects) as processes:
+        call = f"CheckpointManager.restore of {'the newest' if step is None else f'step {step}'} in {self.directory}"
+        with all_processes(call, what.objects) as processes:
             restored = self._restore(what, step, processes)
         self._tell_complaints()
         return restored
@@ -407,7 +410,7 @@ class CheckpointManager:
             self._become_writer()
             mark_finished(self.directory, max(self._numbered.steps(), default=0))
 
-        with all_processes("CheckpointManager.close(finished=True)", {}) as processes:
+        with all_processes(f"CheckpointManager.close(finished=True) of {self.directory}", {}) as processes:
             processes.of_first(mark, f"marking the end of training in {self.directory}")
 
     def _meant(self, checkpoint: object, call: str) -> Checkpoint:
