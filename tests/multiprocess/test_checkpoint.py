@@ -110,12 +110,22 @@ def test_a_part_is_restored_by_all_ranks_or_none(kind: str, two_processes: Worke
         assert names.startswith("ReplicaDivergenceError")
 
 
+class Refuses:
+    """An object that rank 1 does not take back."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if os.environ["RANK"] == "1":
+            raise TorchstratError("another version")
+
+
 def call_differently(path: str) -> list[str]:
     """Each rank names another path, step, directory or object."""
     strategy = ts.MirroredStrategy()
     job, rank = Job(strategy), int(os.environ["RANK"])
     job.checkpoint.save(path)
-    before = job.values()
     own = Checkpoint(**{("model", "net")[rank]: job.model})
     with ts.CheckpointManager(path + "-steps") as manager, ts.CheckpointManager(f"{path}-{rank}") as elsewhere:
         messages = told(
@@ -130,8 +140,13 @@ def call_differently(path: str) -> list[str]:
             lambda: elsewhere.restore(job.checkpoint),
             elsewhere.claim,
         )
-        assert same(job.values(), before)
         manager.save(job.checkpoint, 7)
+    refused = Checkpoint(model=job.model, own=Refuses())
+    refused.save(path + "-own")
+    job.train()
+    trained = job.values()
+    messages += told(lambda: refused.restore(path + "-own"))
+    assert same(job.values(), trained), "variables stay on the rank that took its object back, too"
     job.checkpoint.restore(path)
     strategy.close()
     return messages
@@ -139,6 +154,8 @@ def call_differently(path: str) -> list[str]:
 
 def test_what_ranks_call_differently_is_an_error_of_all(two_processes: Workers, tmp_path: Path) -> None:
     first, second = two_processes.run(call_differently, str(tmp_path / "saved"))
+    assert first.pop().endswith("saved-own failed on rank 1: TorchstratError: another version")
+    assert second.pop() == "TorchstratError: another version"
     assert first == second
     differing = ["saved-0", "saved-0", "of model to", "saved, ", "of model from", "000007", "of model to"]
     for message, one in zip(first, [*differing, "saved-0", "saved-0", "saved-0"], strict=True):
@@ -146,7 +163,7 @@ def test_what_ranks_call_differently_is_an_error_of_all(two_processes: Workers, 
             "ReplicaDivergenceError: the replicas no longer make the same calls: replica 0 called"
         )
         assert one in message
-    assert sorted(name for name in os.listdir(tmp_path)) == ["saved", "saved-steps"]
+    assert sorted(name for name in os.listdir(tmp_path)) == ["saved", "saved-own", "saved-steps"]
 
 
 def save(kind: str, path: str, asynchronous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -387,3 +387,37 @@ def test_a_failed_save_leaves_the_earlier_one(saved: tuple[Path, dict[str, Any]]
         Checkpoint(**objects, torchstrat=torch.zeros(1))
     assert os.listdir(tmp_path) == ["saved"]
     assert same(restored(path), before)
+
+
+class Refuses:
+    """An object of a program's own."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails:
+            raise ValueError("another version")
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer", "counter", "own"), ("own", "counter", "optimizer", "model")])
+def test_what_an_object_refuses_leaves_variables_alone(order: tuple[str, ...], tmp_path: Path) -> None:
+    objects: dict[str, Any] = {"model": nn.Linear(2, 1), "own": Refuses(), "counter": torch.zeros(2)}
+    objects["optimizer"] = torch.optim.SGD(objects["model"].parameters(), 0.1, momentum=0.9)
+    checkpoint = Checkpoint(**{name: objects[name] for name in order})
+    checkpoint.save(tmp_path / "saved")
+    objects["own"].fails = True
+    objects["counter"] += 1
+    objects["model"](torch.ones(2)).sum().backward()
+    objects["optimizer"].step()
+    before = copy.deepcopy([objects["model"].state_dict(), objects["optimizer"].state_dict(), objects["counter"]])
+    with pytest.raises(ValueError, match="another version") as raised:
+        checkpoint.restore(tmp_path / "saved")
+    assert same([objects["model"].state_dict(), objects["optimizer"].state_dict(), objects["counter"]], before)
+    left = ", ".join([*order, "the job's random numbers"])
+    assert any(f"restored are: none; not, or not whole: {left}." in note for note in raised.value.__notes__)
+    objects["own"].fails = False
+    checkpoint.restore(tmp_path / "saved")
+    assert objects["counter"].sum() == 0

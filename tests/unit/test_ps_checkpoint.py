@@ -366,3 +366,22 @@ def test_not_in_a_scheduled_function(job: Job) -> None:
     job.coordinator.schedule(lambda: Checkpoint(table=table).save(path))
     with pytest.raises(ContextError, match="in a scheduled function"):
         job.coordinator.join(timeout=WAIT)
+
+
+class Refuses:
+    def state_dict(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("another version")
+
+
+def test_an_object_that_refuses_comes_last_and_a_note_says_what_is_restored(job: Job, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(own=Refuses(), **job.objects)
+    checkpoint.save(tmp_path / "with")
+    with pytest.raises(ValueError, match="another version") as raised:
+        checkpoint.restore(tmp_path / "with")
+    names = ", ".join(name for name in job.objects if name != "scheduler")
+    left = "own, scheduler, the job's random numbers"
+    assert f"restored are: {names}; not, or not whole: {left}." in str(raised.value.__notes__)
+    job.train(0)

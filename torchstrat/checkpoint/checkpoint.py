@@ -161,11 +161,14 @@ class Checkpoint:
         ``path`` may also be a plain file, of ``torch.save`` or safetensors: of a dict of ``state_dict()``s by the names
         of the objects, as `consolidate` writes it, or of the ``state_dict()`` of the one module that there is.
 
-        Everything is compared and read before anything changes. With parameter servers it first waits until no function
-        runs, and until every server is there, for as long as the strategy's ``timeout``: also after
-        `ParameterServerUnavailable`, when the lost server was started again. All servers then go to the state of the
-        checkpoint, and the next functions run on the workers that are there. Functions that were scheduled before and
-        did not end are not run again by this.
+        Everything is compared and read before anything changes. Objects that are no modules, optimizers or tensors come
+        first: where the ``load_state_dict()`` of one raises, on any process, variables and optimizers are as they were
+        on all. On parameter servers variables come first. A note at the exception names what was restored.
+
+        With parameter servers it first waits until no function runs, and until every server is there, for as long as
+        the strategy's ``timeout``: also after `ParameterServerUnavailable`, when the lost server was started again. All
+        servers then go to the state of the checkpoint, and the next functions run on the workers that are there.
+        Functions that were scheduled before and did not end are not run again by this.
 
         Every process has to call it, with the same arguments.
 
@@ -279,8 +282,10 @@ def _restore(
 ) -> SkippedKeys:
     from torchstrat.checkpoint import job_state
     from torchstrat.checkpoint.files import read
+    from torchstrat.checkpoint.items import StatefulItem
     from torchstrat.checkpoint.pieces import Comparison
     from torchstrat.checkpoint.stored import PlainFile, open_checkpoint
+    from torchstrat.replicas.engine import add_note
 
     reads: list[Reads] = []
     values: list[object] = []
@@ -309,8 +314,28 @@ def _restore(
     processes.attempt(look, f"restoring {target}")
     if restoring is not None:
         restoring.adopt()
-    for one, of_it in _by_item(reads, values):
-        one.put(of_it)
+    *parts, of_job = zip(
+        [*(item.name for item in items), "the job's random numbers"], _by_item(reads, values), strict=True
+    )
+    own = [part for part, item in zip(parts, items, strict=True) if isinstance(item, StatefulItem)]
+    variables = [part for part, item in zip(parts, items, strict=True) if not isinstance(item, StatefulItem)]
+    done: list[str] = []
+
+    def put(parts: Iterable[tuple[str, tuple[Reads, list[object]]]]) -> None:
+        for name, (one, of_it) in parts:
+            one.put(of_it)
+            done.append(name)
+
+    try:
+        if restoring is None:  # what a program's own classes refuse, they refuse before a variable has changed
+            processes.attempt(lambda: put(own), f"restoring {target}")
+            put([*variables, of_job])
+        else:
+            put([*variables, *own, of_job])
+    except Exception as error:
+        left = [name for name, (one, _) in (*parts, of_job) if name not in done and (one.wants or one.slots)]
+        add_note(error, f"Of {target} restored are: {', '.join(done) or 'none'}; not, or not whole: {', '.join(left)}.")
+        raise
     return comparison.skipped()
 
 
