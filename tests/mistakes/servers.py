@@ -184,10 +184,15 @@ class Servers(Area):
         with ts.CheckpointManager(self.folder) as manager:
             made.coordinator.restore_on_server_loss(manager, ts.Checkpoint(model=made.model))
 
-    @warns("on the coordinator", "changes no variable", r"coordinator\.schedule")
+    @warns("on the coordinator", "is written to the servers", r"coordinator\.schedule")
     def run_on_the_coordinator(self) -> None:
         made = self.cluster()
-        made.strategy.run(lambda: made.model(torch.ones(1, 3)))
+        weight = made.model.weight
+        before = weight.detach().clone()
+        made.strategy.run(made.step, args=((torch.ones(2, 3), torch.ones(2, 1)),))
+        there = torch.as_tensor(made.coordinator.schedule(lambda: weight.detach().clone()).fetch())
+        assert torch.equal(there, weight)
+        assert not torch.equal(there, before)
 
     @right("`ClusterCoordinator`: one per strategy; calling the class again returns the same.")
     def a_second_coordinator(self) -> None:

@@ -168,12 +168,14 @@ class ParameterServerStrategy(Strategy):
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """In a scheduled function: call ``fn`` as this worker's one replica. See `Strategy.run`.
 
-        On the coordinator it runs here, on the values of this moment, and logs a warning.
+        On the coordinator it runs here, on the values of this moment, writes what it changes to the servers, and logs a
+        warning.
         """
         if isinstance(self._home, CoordinatorHome):
             logger.warning(
-                "strategy.run was called on the coordinator, so it runs here and changes no variable on the servers. "
-                "Schedule a function that calls it: coordinator.schedule(fn)."
+                "strategy.run was called on the coordinator, so it runs here, on the values of this moment, and what "
+                "it changes is written to the servers; no worker takes part. Schedule a function that calls it: "
+                "coordinator.schedule(fn)."
             )
         return super().run(fn, args, kwargs, options)
 
