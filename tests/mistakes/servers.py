@@ -81,6 +81,12 @@ class Servers(Area):
     def a_called_function_scheduled(self) -> None:
         self.cluster().coordinator.schedule(1)
 
+    @raises(ContextError, r"within `with strategy\.scope", "on the servers when it ends", "keep the loop .* outside")
+    def schedule_within_the_scope(self) -> None:
+        made = self.cluster()
+        with made.strategy.scope():
+            made.coordinator.schedule(lambda: 1)
+
     @raises(WrongTypeError, "a generator function", "computes when it is called", "Take the yield out")
     def a_yield_in_a_scheduled_function(self) -> None:
         def function() -> Iterator[float]:

@@ -77,6 +77,10 @@ class PlainSettings(NamedTuple):
 AS_A_THREAD_BEGINS = PlainSettings()
 
 
+SCOPE = "strategy.scope()"
+"""What a mode says it is (``shown_as``) that a scope has entered, and not the program."""
+
+
 def what_sees_operators() -> str:
     """What the program has set on this thread to see, or to change, what operators do, and cannot be sent: a name for
     it, or nothing. A default device, which is a mode as well, is left out."""
@@ -84,7 +88,7 @@ def what_sees_operators() -> str:
     modes = [mode for mode in modes if type(mode).__module__ != "torch.utils._device"]  # imported when there is one
     modes += dispatch_mode_stack() if count_dispatch_modes() else []
     if modes:
-        return f"{type(modes[-1]).__name__}()"
+        return getattr(modes[-1], "shown_as", f"{type(modes[-1]).__name__}()")
     return "" if saved_tensor_hooks() is None else "torch.autograd.graph.saved_tensors_hooks(…)"
 
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchstrat.core._torch_private import schema_of
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.messages import InitialOp
+from torchstrat.replicas.thread_state import SCOPE
 
 _DRAWS = frozenset(
     {
@@ -113,6 +114,8 @@ class RecordInitialisers(TorchDispatchMode):
 
     On the thread that enters it. Generators given to initialisers are not used: each shard has a seed of its own.
     """
+
+    shown_as = SCOPE
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -28,7 +28,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.buffer_rules import is_statistic
-from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.errors import ContextError, UnsupportedError
 from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, is_listed
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import overlap, shows_part
@@ -47,7 +47,7 @@ from torchstrat.parameter_server.variables.module_structure import (
 )
 from torchstrat.parameter_server.variables.optimizer_state import Kinds, RemoteOptimizerState
 from torchstrat.parameter_server.variables.placement import Bonds, Placement
-from torchstrat.replicas.thread_state import PlainSettings, what_sees_operators
+from torchstrat.replicas.thread_state import SCOPE, PlainSettings, what_sees_operators
 
 _MOST_NAMES = 3
 _WRITTEN_TOO = (
@@ -519,7 +519,12 @@ class Reading:
         structure: ModuleStructure,
     ) -> None:
         population = registry.population
-        if sees := what_sees_operators():
+        if (sees := what_sees_operators()) == SCOPE:
+            raise ContextError(
+                f"a function was scheduled within `with {SCOPE}:`. What the block makes is on the servers when it "
+                "ends: leave it before the first coordinator.schedule, and keep the loop that schedules outside of it."
+            )
+        if sees:
             raise UnsupportedError(
                 f"a function was scheduled within `with {sees}:`, which would not see what the function does on its "
                 "worker. Open that block in the function, or schedule outside of it."
