@@ -98,6 +98,10 @@ class Servers(Area):
     def a_tensor_for_args(self) -> None:
         self.cluster().coordinator.schedule(lambda x: x, args=torch.ones(1))
 
+    @raises(WrongTypeError, "str 'a'", "the index of a worker", "remove_worker")
+    def the_name_of_a_worker(self) -> None:
+        self.cluster().coordinator.remove_worker("a")
+
     @raises(WrongTypeError, "needs some", "without arguments", "partial")
     def a_dataset_function_with_arguments(self) -> None:
         self.cluster().coordinator.create_per_worker_dataset(lambda context: loader())

@@ -171,5 +171,5 @@ def all_areas() -> Iterator[type[Area]]:
     """Every part of the table. Commands and configurations, which need processes of their own, add theirs here."""
     from tests.mistakes import checkpoints, clusters, data, devices, servers, steps, values
 
-    yield from (devices.Devices, steps.Steps, values.Results, data.Data)
+    yield from (devices.Devices, steps.Steps, values.Arguments, values.Results, data.Data)
     yield from (checkpoints.Checkpoints, clusters.Clusters, servers.Servers)

@@ -1,5 +1,6 @@
 """What run returns, and how it is combined."""
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,257 @@ from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 A_VALUE = ("per replica", "strategy.reduce")
 ONE_VALUE = ("one value per replica", "strategy.reduce")
+
+
+class Arguments(Area):
+    """Calls with one argument of another kind than theirs."""
+
+    title = "Arguments"
+
+    @each(
+        (
+            "a name for a dtype",
+            lambda: ts.Variable(1.0, dtype="float32"),
+            WrongTypeError,
+            "str 'float32'",
+            "a torch.dtype",
+            r"torch\.float32",
+        ),
+        (
+            "a dtype of NumPy",
+            lambda: ts.Variable(1.0, dtype=np.float32),
+            WrongTypeError,
+            "float32",
+            "a torch.dtype",
+            r"torch\.float32",
+        ),
+        (
+            "a number for a shape",
+            lambda: ts.Variable(torch.ones(3), shape=3),
+            WrongTypeError,
+            "int 3",
+            "a tuple of sizes",
+            r"shape=\(3,\)",
+        ),
+        (
+            "a variable of no value",
+            lambda: ts.Variable(torch.ones(3, device="meta")),
+            InvalidArgumentError,
+            "on meta",
+            "an initial value",
+            r"torch\.zeros",
+        ),
+        (
+            "the name of a strategy to set",
+            lambda: ts.experimental_set_strategy("mirrored"),
+            WrongTypeError,
+            "str 'mirrored'",
+            "a strategy or None",
+            r"registry\.create",
+        ),
+        (
+            "one signal",
+            lambda: ts.PreemptionHandler(signals=signal.SIGTERM),
+            WrongTypeError,
+            "SIGTERM",
+            "a tuple of signals",
+            r"signals=\(.*,\)",
+        ),
+        (
+            "a strategy without its argument",
+            lambda: ts.registry.create("parameter_server"),
+            WrongTypeError,
+            "'parameter_server'",
+            "missing a required argument: 'cluster_resolver'",
+            "Pass it by its name",
+        ),
+        (
+            "a list for a name",
+            lambda: ts.registry.get(["mirrored"]),
+            WrongTypeError,
+            "list",
+            "is a string",
+            "There are one_device",
+        ),
+        (
+            "no rate",
+            lambda: ts.Ftrl([torch.nn.Parameter(torch.ones(1))], lr=None),
+            WrongTypeError,
+            "NoneType None",
+            "must be a number",
+            "lr",
+        ),
+        (
+            "a string for a penalty",
+            lambda: ts.Ftrl([torch.nn.Parameter(torch.ones(1))], l1="x"),
+            WrongTypeError,
+            "str 'x'",
+            "must be a number",
+            "l1",
+        ),
+        ("one value for all", lambda: ts.PerReplica(3), WrongTypeError, "int 3", "a list of values", r"PerReplica\(\["),
+        (
+            "no path to consolidate",
+            lambda: ts.consolidate(None, "x.pt"),
+            WrongTypeError,
+            "NoneType None",
+            "a path",
+            "consolidate\\(",
+        ),
+        (
+            "no number of shards",
+            lambda: ts.partitioners.FixedShardsPartitioner(None),
+            WrongTypeError,
+            "NoneType",
+            "a whole number",
+            "num_shards",
+        ),
+        (
+            "a class in a checkpoint",
+            lambda: ts.Checkpoint(model=torch.nn.Linear).save("x"),
+            InvalidArgumentError,
+            "got type",
+            "takes modules",
+            "keep its object",
+        ),
+        (
+            "a path that no system has",
+            lambda: ts.Checkpoint(model=torch.nn.Linear(1, 1)).save("a\0b"),
+            InvalidArgumentError,
+            "x00b",
+            "of a folder",
+            "of its own",
+        ),
+        ("a number for an environment", lambda: ts.launch.Cluster(env=3), WrongTypeError, "env=3", "a dict", "env="),
+        (
+            "a word for restarting",
+            lambda: ts.launch.Cluster(restart="x"),
+            WrongTypeError,
+            "'x'",
+            "must be True",
+            "a RestartPolicy",
+        ),
+        (
+            "a word for seconds",
+            lambda: ts.launch.Cluster(grace_seconds="x"),
+            WrongTypeError,
+            "'x'",
+            "a number",
+            "of seconds",
+        ),
+        (
+            "seconds before",
+            lambda: ts.launch.Cluster(grace_seconds=-1),
+            InvalidArgumentError,
+            "=-1",
+            "must be",
+            "0 or more",
+        ),
+        (
+            "no program",
+            lambda: ts.launch.Cluster(server_command=()),
+            WrongTypeError,
+            r"\(\)",
+            "a program and its arguments",
+            "my_server",
+        ),
+    )
+    def alone(self, call: Callable[[], Any]) -> None:
+        call()
+
+    @each(
+        (
+            "weights for weighted",
+            lambda s, v: s.reduce("mean", v, weighted=torch.ones(2)),
+            WrongTypeError,
+            "got Tensor",
+            "True or False",
+            "set_weight",
+        ),
+        (
+            "a number for pairs",
+            lambda s, v: s.extended.batch_reduce_to("sum", 3),
+            WrongTypeError,
+            "int 3",
+            "a list of pairs",
+            r"\[\(value, dest",
+        ),
+        (
+            "values without destinations",
+            lambda s, v: s.extended.batch_reduce_to("sum", [v]),
+            WrongTypeError,
+            "PerReplica",
+            "a list of pairs",
+            r"\[\(value, dest",
+        ),
+        (
+            "a tensor of arguments of update",
+            lambda s, v: s.extended.update(v, print, args=torch.ones(2)),
+            InvalidArgumentError,
+            "got Tensor",
+            "a list or a tuple",
+            r"args=\(value,\)",
+        ),
+        (
+            "a list of keywords of update",
+            lambda s, v: s.extended.update(v, print, kwargs=[1]),
+            WrongTypeError,
+            "got list",
+            "a dict",
+            r"\{'name'",
+        ),
+        (
+            "a tensor for update_non_slot",
+            lambda s, v: s.extended.update_non_slot([v], print, args=torch.ones(2)),
+            InvalidArgumentError,
+            "got Tensor",
+            "a list or a tuple",
+            r"args=\(value,\)",
+        ),
+        (
+            "a tensor for each replica",
+            lambda s, v: s.extended.call_for_each_replica(print, args=torch.ones(2)),
+            InvalidArgumentError,
+            "got Tensor",
+            "a list or a tuple",
+            r"args=\(value,\)",
+        ),
+        (
+            "a tensor that is merged",
+            lambda s, v: s.run(lambda: ts.get_replica_context().merge_call(print, args=torch.ones(2))),
+            InvalidArgumentError,
+            "got Tensor",
+            "a list or a tuple",
+            r"args=\(value,\)",
+        ),
+        (
+            "a word for a weight",
+            lambda s, v: s.run(lambda: ts.get_replica_context().set_weight("x")),
+            WrongTypeError,
+            "str 'x'",
+            "needs a number",
+            "len",
+        ),
+        (
+            "the name of an optimizer",
+            lambda s, v: s.extended.estimate(torch.nn.Linear(1, 1), "adam"),
+            WrongTypeError,
+            "str 'adam'",
+            "an optimizer over",
+            r"Adam\(model",
+        ),
+        (
+            "a list of buffers",
+            lambda s, v: s.extended.set_aggregation(torch.nn.BatchNorm1d(1), ["x"], "sum"),
+            InvalidArgumentError,
+            r"\['x'\]",
+            "it has",
+            "running_mean",
+        ),
+    )
+    def of_a_strategy(self, call: Callable[[ts.Strategy, Any], Any]) -> None:
+        strategy = self.mirrored()
+        call(strategy, strategy.run(lambda: torch.rand(2)))
 
 
 class Results(Area):

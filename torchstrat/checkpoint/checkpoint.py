@@ -250,7 +250,7 @@ def _absolute(path: object) -> Path:
             "step and a path, and .latest is None where there is none; manager.restore(checkpoint) takes the newest."
         )
     target = Path(os.path.abspath(path))
-    if not os.fspath(path) or not target.name:
+    if not os.fspath(path) or not target.name or "\0" in os.fspath(path):
         raise InvalidArgumentError(f"a checkpoint needs the path of a folder of its own; got {os.fspath(path)!r}.")
     return target
 

@@ -33,7 +33,7 @@ from torchstrat.checkpoint.pieces import (
     restructured,
     unflatten,
 )
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import safetensors_file
@@ -93,6 +93,12 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
     """
     from torchstrat.checkpoint.stored import PlainFile, open_checkpoint
 
+    for name, value in (("path", path), ("out", out)):
+        if not isinstance(value, str | os.PathLike):
+            raise WrongTypeError(
+                f"consolidate({name}=…) must be a path; got {type(value).__name__} {value!r:.80}. Write "
+                'consolidate("checkpoints/step-1000", "model.pt").'
+            )
     target = Path(os.path.abspath(out))
     kind = _format_of(target, format)
     stored = open_checkpoint(Path(os.path.abspath(path)))

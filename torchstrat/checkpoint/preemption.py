@@ -79,6 +79,8 @@ class PreemptionHandler:
                 raise WrongTypeError(f"{name}={value!r} must be a timedelta, such as timedelta(seconds=25).")
             if value <= timedelta(0):
                 raise InvalidArgumentError(f"{name}={value} must be more than 0.")
+        if not isinstance(signals, Iterable):
+            raise WrongTypeError(f"signals={signals!r} must be a tuple of signals; write signals=({signals!s},).")
         self._grace = grace
         self._signals = tuple(signals)
         for number in self._signals:

@@ -43,7 +43,7 @@ class BufferRules:
     def set(self, module: nn.Module, name: str, aggregation: object) -> None:
         if not isinstance(module, nn.Module):
             raise WrongTypeError(f"set_aggregation needs a torch.nn.Module; got {type(module).__name__}.")
-        if name not in own_buffers(module):
+        if not isinstance(name, str) or name not in own_buffers(module):
             raise InvalidArgumentError(
                 f"{type(module).__name__} has no buffer {name!r} of its own; it has {sorted(own_buffers(module))}. For "
                 "a child's buffer pass the child."

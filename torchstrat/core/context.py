@@ -10,7 +10,7 @@ import abc
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torchstrat.core.engine import ReplicaEngine
 from torchstrat.core.errors import ContextError, InvalidArgumentError, StrategyMixingError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp, parse_gather_axis
-from torchstrat.core.values import require_callable
+from torchstrat.core.values import require_callable, require_kwargs, require_list_or_tuple
 from torchstrat.core.variable.storage import VariableHome, VariablePlacement
 
 
@@ -224,6 +224,11 @@ def replica_of(strategy: StrategyLike, call: str) -> int | None:
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Make ``strategy`` current in this thread without a ``with`` block; None clears it. An error inside a scope."""
+    if strategy is not None and not isinstance(strategy, StrategyLike):
+        raise WrongTypeError(
+            f"experimental_set_strategy needs a strategy or None; got {type(strategy).__name__} {strategy!r:.80}. Make "
+            'one: ts.MirroredStrategy(), or by its name, ts.registry.create("mirrored").'
+        )
     if _frames.stack:
         raise ContextError("experimental_set_strategy cannot be called inside a scope or a run; leave it first.")
     installed = _frames.installed
@@ -306,7 +311,7 @@ class ReplicaContext:
         return self._engine.all_gather(value, axis)
 
     def merge_call(
-        self, merge_fn: Callable[..., object], args: Iterable[object] = (), kwargs: Mapping[str, object] | None = None
+        self, merge_fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """Run ``merge_fn(strategy, *args, **kwargs)`` once for all replicas, in cross-replica context.
 
@@ -315,6 +320,8 @@ class ReplicaContext:
         function runs in every process. What it draws comes from the generator of code outside of runs.
         """
         require_callable(merge_fn, "merge_call")
+        require_list_or_tuple(args)
+        require_kwargs(kwargs)
         self._require_current("merge_call")
         return self._engine.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 
 class Ftrl(Optimizer):
@@ -53,6 +53,10 @@ class Ftrl(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
+        numbers = {"lr": lr, "lr_power": lr_power, "l1": l1, "l2": l2, "l2_shrinkage": l2_shrinkage, "beta": beta}
+        for name, value in {**numbers, "initial_accumulator_value": initial_accumulator_value}.items():
+            if not hasattr(value, "__float__"):
+                raise WrongTypeError(f"Ftrl({name}=…) must be a number; got {type(value).__name__} {value!r:.80}.")
         if not float(lr) > 0:
             raise InvalidArgumentError(f"lr={lr} must be greater than 0: Ftrl divides by it.")
         if lr_power > 0:

@@ -30,7 +30,7 @@ from torchstrat.core._torch_private import (
     uncompiled,
     version_of,
 )
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
 
 
@@ -249,6 +249,8 @@ def is_left_over(gradient: torch.Tensor | None, combined: CombinedGradient | Non
 
 
 def check_weight(weight: Any) -> float:
+    if not hasattr(weight, "__float__"):
+        raise WrongTypeError(f"set_weight needs a number; got {type(weight).__name__} {weight!r:.80}. Write len(x).")
     value = float(weight)
     if not 0 <= value < float("inf"):
         raise InvalidArgumentError(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core.devices import torch_device
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.optimizers import bare_step, stand_in_of
 
 
@@ -175,6 +175,11 @@ def estimate(model: nn.Module, optimizer: Optimizer | None, copies: list[Copies]
     """Bytes for each entry of ``copies``. The model may live on ``torch.device("meta")``; nothing is allocated."""
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"estimate needs an nn.Module; got {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise WrongTypeError(
+            f"estimate needs an optimizer over the model's parameters, or None; got {type(optimizer).__name__} "
+            f"{optimizer!r:.80}. Write torch.optim.Adam(model.parameters())."
+        )
     sizes = Sizes.of(model.parameters(), model.buffers(), [] if optimizer is None else [optimizer])
     return MemoryEstimate(tuple(map(sizes.held, copies)))
 

@@ -67,7 +67,13 @@ class DistributedValues(Generic[T_co]):
         weights: Weights | None = None,
     ) -> None:
         """``weights``: of the run that returned it."""
-        self.values: tuple[T_co, ...] = tuple(values)
+        try:
+            self.values: tuple[T_co, ...] = tuple(values)
+        except TypeError:
+            raise WrongTypeError(
+                f"{type(self).__name__} needs a list of values, one for each replica; got {type(values).__name__} "
+                f"{values!r:.80}. Write {type(self).__name__}([value, value])."
+            ) from None
         self.weights = weights
         self.replica_ids = tuple(range(len(self.values))) if replica_ids is None else tuple(replica_ids)
         self.batch_info = batch_info

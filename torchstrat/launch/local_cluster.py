@@ -19,7 +19,13 @@ from typing import Any
 
 from torchstrat.core import notebook_html
 from torchstrat.core.context import is_open
-from torchstrat.core.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
+from torchstrat.core.errors import (
+    ClusterConfigError,
+    CommunicationTimeoutError,
+    ContextError,
+    InvalidArgumentError,
+    WrongTypeError,
+)
 from torchstrat.core.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
 from torchstrat.core.terminal import is_listening
 from torchstrat.distributed.cluster import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
@@ -73,6 +79,22 @@ SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")
 GRACE_SECONDS = 10.0
 _LAST_SECONDS = 10.0  # for a process to disappear after SIGKILL
 _POLL_SECONDS = 0.05
+
+
+def _require_settings(env: object, restart: object, server_command: object, grace_seconds: object) -> None:
+    """Of `Cluster`, before anything is started."""
+    if env is not None and not isinstance(env, Mapping):
+        raise WrongTypeError(f"env={env!r:.80} must be a dict of variables: env={{'OMP_NUM_THREADS': '2'}}.")
+    if not isinstance(restart, bool | RestartPolicy | Mapping):
+        raise WrongTypeError(f"restart={restart!r:.80} must be True, False, a RestartPolicy, or a dict of one per job.")
+    if isinstance(server_command, str) or not isinstance(server_command, Sequence) or not server_command:
+        raise WrongTypeError(
+            f"server_command={server_command!r:.80} must be a program and its arguments: ('python', 'my_server.py')."
+        )
+    if isinstance(grace_seconds, bool) or not isinstance(grace_seconds, int | float):
+        raise WrongTypeError(f"grace_seconds={grace_seconds!r:.80} must be a number of seconds.")
+    if grace_seconds < 0:
+        raise InvalidArgumentError(f"grace_seconds={grace_seconds} must be 0 or more.")
 
 
 class Cluster:
@@ -134,6 +156,7 @@ class Cluster:
         for name, count in (("workers", workers), ("ps", ps)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise InvalidArgumentError(f"{name}={count!r}: a cluster needs at least 1 of them.")
+        _require_settings(env, restart, server_command, grace_seconds)
         for variable, value in (env or {}).items():
             if not isinstance(variable, str) or not isinstance(value, str):
                 raise InvalidArgumentError(f"env has {variable!r}: {value!r}; environment variables are strings.")

@@ -527,6 +527,12 @@ class ClusterCoordinator:
         Waits for that; ``timeout`` in seconds. The process itself goes on and may be stopped now.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise WrongTypeError(
+                f"remove_worker needs the index of a worker; got {type(index).__name__} {index!r:.80}."
+            )
+        if index < 0:
+            raise InvalidArgumentError(f"remove_worker({index}): indices of workers are 0 or more.")
         self._dispatcher.drain(index)
         if not self._dispatcher.wait_released(index, seconds):
             raise CommunicationTimeoutError(

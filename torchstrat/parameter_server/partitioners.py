@@ -71,11 +71,12 @@ class FixedShardsPartitioner(_AlongAxis):
     """``num_shards`` shards, or one per row where there are fewer rows.
 
     Args:
-        num_shards: not checked here: the strategy that cuts a variable refuses what is not positive.
+        num_shards: a whole number; its size is not checked here: the strategy that cuts a variable refuses what is not
+            positive.
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = num_shards
+        self._num_shards = _whole("num_shards", num_shards)
 
     def _shards(self, sizes: tuple[int, ...], dtype: object, axis: int) -> int:
         return min(self._num_shards, sizes[axis])
@@ -138,10 +139,14 @@ class MaxSizePartitioner(_AlongAxis):
         return shards if self._max_shards is None else min(shards, self._max_shards)
 
 
-def _positive(name: str, value: int) -> int:
+def _whole(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise WrongTypeError(f"{name} must be a whole number; got {type(value).__name__} {value!r}.")
-    if value <= 0:
+    return value
+
+
+def _positive(name: str, value: int) -> int:
+    if _whole(name, value) <= 0:
         raise InvalidArgumentError(f"{name}={value} must be at least 1.")
     return value
 

@@ -19,7 +19,7 @@ from torchstrat.core import context, memory, nest
 from torchstrat.core.context import StrategyLike, engine_of, enter, enter_cross, home_of, placement_of, wraps_values
 from torchstrat.core.devices import canonical, torch_device
 from torchstrat.core.engine import ReplicaEngine, within
-from torchstrat.core.errors import ContextError, InvalidArgumentError
+from torchstrat.core.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.core.memory import MemoryEstimate
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tracebacks import short_tracebacks
@@ -29,6 +29,8 @@ from torchstrat.core.values import (
     PerReplica,
     local_results,
     require_callable,
+    require_kwargs,
+    require_list_or_tuple,
     select_replica,
 )
 from torchstrat.core.variable.storage import VariablePlacement, from_first_replica, spans_processes
@@ -119,6 +121,16 @@ def _places(strategy: StrategyLike, destinations: object) -> _Places:
 def _of_replicas(strategy: StrategyLike, replicas: tuple[int, ...]) -> _Places:
     places = [(replica, engine_of(strategy).device_of_replica(replica)) for replica in replicas]
     return places[0][1] if strategy.num_replicas_in_sync == 1 else places
+
+
+def _require_pairs(pairs: object) -> None:
+    is_list = isinstance(pairs, list | tuple)
+    wrong = [one for one in pairs if not (isinstance(one, list | tuple) and len(one) == 2)] if is_list else [pairs]  # type: ignore[attr-defined]
+    if wrong:
+        raise WrongTypeError(
+            "batch_reduce_to needs a list of pairs (value, destinations); got "
+            f"{type(wrong[0]).__name__} {wrong[0]!r:.80}. Write batch_reduce_to(op, [(value, destinations)])."
+        )
 
 
 def _update(strategy: StrategyLike, var: object, fn: _Function, args: _Args, kwargs: _Kwargs, group: bool) -> Any:
@@ -257,7 +269,7 @@ class StrategyExtended:
         self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """`Strategy.run` under its older name."""
-        return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
+        return self._strategy.run(fn, args=args, kwargs=kwargs)
 
     def reduce_to(self, reduce_op: ReduceOp | str, value: object, destinations: object) -> Any:
         """``value`` combined over replicas, at ``destinations``: a device name, a variable or a distributed value.
@@ -273,6 +285,7 @@ class StrategyExtended:
         """`reduce_to` for each ``(value, destinations)`` pair, in order."""
         context.require_cross(self._strategy, "batch_reduce_to")
         op = ReduceOp.parse(reduce_op)
+        _require_pairs(value_destination_pairs)
         if not value_destination_pairs and wraps_values(self._strategy):
             raise InvalidArgumentError("batch_reduce_to got no (value, destinations) pairs; give at least one.")
         return [_reduce_to(self._strategy, op, value, destinations) for value, destinations in value_destination_pairs]
@@ -301,6 +314,8 @@ class StrategyExtended:
         results. Raises `ValueError` if ``var`` is no variable of this strategy.
         """
         require_callable(fn, "update")
+        require_list_or_tuple(args)
+        require_kwargs(kwargs)
 
         def across(strategy: StrategyLike, *merged_args: object, **merged_kwargs: object) -> Any:
             return _update(strategy, var, fn, merged_args, merged_kwargs, group)
@@ -319,6 +334,8 @@ class StrategyExtended:
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` at each place that `non_slot_devices` gave; results as of `update`."""
         require_callable(fn, "update_non_slot")
+        require_list_or_tuple(args)
+        require_kwargs(kwargs)
         context.require_cross(self._strategy, "update_non_slot")
         return _update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
 

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.values import misfit
 from torchstrat.strategies.strategy import Strategy
 
 _STRATEGIES = {
@@ -48,6 +49,10 @@ def register(name: str, strategy_type: type[Strategy]) -> None:
 
 def get(name: str) -> type[Strategy]:
     """The class registered as ``name``; its module is imported on first use. `ValueError` lists the names there are."""
+    if not isinstance(name, str):
+        raise WrongTypeError(
+            f"a strategy's name is a string; got {type(name).__name__} {name!r:.80}. There are {', '.join(names())}."
+        )
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name not in _STRATEGIES:
@@ -66,6 +71,11 @@ def create(name: str, **options: object) -> Strategy:
     if unknown and not takes_any:
         raise WrongTypeError(
             f"strategy {name!r} was given {', '.join(unknown)}, which {strategy_type.__name__} does not have; it takes "
+            f"{', '.join(option for option in known if not option.startswith('_'))}."
+        )
+    if error := misfit(strategy_type, **options):
+        raise WrongTypeError(
+            f"strategy {name!r}: {error}. Pass it by its name to create; {strategy_type.__name__} takes "
             f"{', '.join(option for option in known if not option.startswith('_'))}."
         )
     strategy: Strategy = strategy_type(**options)

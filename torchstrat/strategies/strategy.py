@@ -307,6 +307,11 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         context.require_cross(self, "reduce")
         op = ReduceOp.parse(reduce_op)
         axis = parse_axis(axis, op)
+        if not isinstance(weighted, bool):
+            raise WrongTypeError(
+                f"reduce(weighted=…) must be True or False; got {type(weighted).__name__}. What each replica counts is "
+                "what its step gives to ts.get_replica_context().set_weight(weight), or else its rows."
+            )
         if weighted:
             require_mean_without_axis(op, axis)
             return nest.map_structure(self._weighted_mean, value)

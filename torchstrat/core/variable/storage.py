@@ -228,6 +228,11 @@ def parse_shape(shape: Sequence[int | None] | None, initial: torch.Tensor) -> De
     """The shape that all values of a variable have to fit; None entries fit any size. It must fit the initial value."""
     if shape is None:
         return tuple(initial.shape)
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise WrongTypeError(
+            f"Variable: shape must be a tuple of sizes, None for any; got {type(shape).__name__} {shape!r:.80}. Write "
+            "shape=(3,)."
+        )
     declared = tuple(None if size is None else int(size) for size in shape)
     if not fits(tuple(initial.shape), declared):
         raise InvalidArgumentError(
@@ -416,6 +421,11 @@ def check_mirrored(
 
 def initial_tensor(value: object, dtype: torch.dtype | None, name: str) -> torch.Tensor:
     """What the user gave as the first value, as a detached tensor of ``dtype`` (None: its own)."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise WrongTypeError(
+            f"Variable {name!r}: dtype must be a torch.dtype; got {type(dtype).__name__} {dtype!r:.80}. Write "
+            "dtype=torch.float32."
+        )
     if value is None:
         raise InvalidArgumentError(
             f"Variable {name!r} needs an initial_value: a tensor, numbers, or a function that gives one."
@@ -424,6 +434,11 @@ def initial_tensor(value: object, dtype: torch.dtype | None, name: str) -> torch
         value = value()
     if isinstance(value, PerReplica):
         raise WrongTypeError(f"Variable {name!r} got a PerReplica initial value; all replicas start from the same one.")
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise InvalidArgumentError(
+            f"Variable {name!r} needs an initial value; got a tensor on meta, which has none. Make it on a device: "
+            "torch.zeros(shape)."
+        )
     if isinstance(value, torch.Tensor) and dtype is not None:
         value = value.detach().to(dtype)
     return to_tensor(value, dtype, "Variable")

@@ -150,6 +150,7 @@ class Variable(TensorLike, context.OfStrategy):
         self.synchronization = parse_synchronization(synchronization, self.name)
         mirrored = kind is VariablePlacement.MIRRORED
         initial = initial_tensor(initial_value, dtype, self.name)
+        declared = parse_shape(shape, initial)
         if mirrored:
             check_mirrored(self.name, self.aggregation, self.synchronization, initial.dtype)
         with within(f"the first value of Variable {self.name!r}"):
@@ -157,9 +158,7 @@ class Variable(TensorLike, context.OfStrategy):
         home = home_of(strategy)
         places = home.devices if mirrored else home.devices[:1]
         cells = tuple(home.make_storage(initial, device, self.name) for device in places)
-        self._fill(
-            strategy, self.name, self.aggregation, self.synchronization, parse_shape(shape, initial), kind, cells
-        )
+        self._fill(strategy, self.name, self.aggregation, self.synchronization, declared, kind, cells)
         _number(strategy, self)
         home.made(self)
 
