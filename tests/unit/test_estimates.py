@@ -311,6 +311,7 @@ def test_what_they_print(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 REFUSED = {
     "estimate my_program": "'my_program' must be MODULE:NAME",
+    "estimate ../a:b": "is no path of a file",
     "estimate my_program:nothing": "'my_program:nothing' cannot be loaded from",
     "estimate my_program:build --optimizer sgd momentum": "'momentum' must be ARGUMENT=VALUE",
     "estimate my_program:build --optimizer adma": "there is no optimizer 'adma'",

@@ -118,8 +118,9 @@ def resolve_compute_devices(devices: Sequence[DeviceLike] | None, *, argument: s
     if devices is None:
         return local_devices() or ("cpu:0",)
     if isinstance(devices, str):
-        raise DeviceError(f"{argument}={devices!r} is one string; give a list of names: {argument}=[{devices!r}].")
-    if not isinstance(devices, Sequence):
+        listed = [name.strip() for name in devices.split(",") if name.strip()] or ["cpu:0"]
+        raise DeviceError(f"{argument}={devices!r} is one string; give a list of names: {argument}={listed!r}.")
+    if isinstance(devices, bytes) or not isinstance(devices, Sequence):
         raise WrongTypeError(
             f"{argument} must be a list of device names or None; got {type(devices).__name__} {devices!r}. "
             f"Two replicas on one CPU are {argument}=['cpu:0', 'cpu:1']."

@@ -129,8 +129,11 @@ def named_object(name: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise InvalidArgumentError(f"{name!r} must be MODULE:NAME, such as train:step.")
+    if not (colon and attribute and all(map(str.isidentifier, module.split(".")))):
+        raise InvalidArgumentError(
+            f"{name!r} must be MODULE:NAME, such as train:step; a module's name has dots between its parts, and is "
+            "no path of a file."
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

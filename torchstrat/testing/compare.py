@@ -357,7 +357,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("build", metavar="MODULE:BUILD", help="makes modules and optimizers, and returns them")
     parser.add_argument("step", metavar="MODULE:STEP", help="step(program, batch), on what BUILD returned")
     parser.add_argument("batches", metavar="MODULE:BATCHES", help="global batches, or a function that makes them")
-    parser.add_argument("strategies", metavar="STRATEGY", nargs="*", help=f"of: {', '.join(STRATEGIES)}; none: all")
+    of_these = f"of: {', '.join(STRATEGIES)}; none: all"  # with a default, or argparse takes it for required
+    parser.add_argument("strategies", metavar="STRATEGY", nargs="*", default=[], help=of_these)
     options = parser.parse_args(words)
     try:
         build, step, batches = (named_object(name) for name in (options.build, options.step, options.batches))
