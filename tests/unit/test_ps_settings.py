@@ -262,6 +262,7 @@ class Gradients:
             "leave and raise": lambda: _leave(lambda: (of()(x).sum().backward(), {}["no"])),
             "clear module": lambda: of().zero_grad(),
             "remove": lambda: setattr(of().weight, "grad", None),
+            "delete": lambda: delattr(of().weight, "grad"),
             "create_graph": lambda: (of()(x) + 0 * of()(x) ** 2).sum().backward(create_graph=True),
             "step": lambda: stepped().step(),
             "clear": lambda: stepped().zero_grad(),
@@ -272,10 +273,11 @@ class Gradients:
             "look": lambda: float(of().weight.grad),
             "give": lambda: {"grad": of().weight.grad, "rows": [of().weight.grad[0]]},
             "clip": lambda: nn.utils.clip_grad_norm_(of().parameters(), 100.0),
+            "meet": lambda: pass_gate("meeting"),
         }
 
-    def run(self, worker: int, names: str) -> Any:
-        """These, in one function, on that worker."""
+    def run(self, worker: int | None, names: str) -> Any:
+        """These, in one function, on that worker. None: on each, and none goes past "meet" before all are there."""
         self.calls += self.workers
         coordinator, begun, all_of_them = self.coordinator, self.begun, self.calls
         parts = [self.parts[name] for name in names.split(", ")]
@@ -284,9 +286,14 @@ class Gradients:
             begun.assign_add(1)
             while int(begun.read_value()) < all_of_them:  # so each worker has one
                 time.sleep(0.001)
-            return [part() for part in parts][-1] if coordinator.get_current_worker_index() == worker else None
+            runs_here = worker in (None, coordinator.get_current_worker_index())
+            return [part() for part in parts][-1] if runs_here else None
 
+        gate = close_gate("meeting")
         values = [self.coordinator.schedule(function) for _ in range(self.workers)]
+        if "meet" in names:
+            await_arrivals("meeting", self.workers)
+            gate.set()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's, of create_graph
             self.coordinator.join()
@@ -355,6 +362,27 @@ def test_what_is_cleared_or_left_under_no_sync_is_that_of_one_device(
         for number, names in enumerate(functions):
             program.run(number % workers, names)
         assert program.weight() == plain_weight(functions)
+
+
+@pytest.mark.parametrize(
+    ("functions", "weight"),
+    [
+        (["backward, step, clear", "leave"], -2 - 2),  # nobody has set the other's to nothing
+        (["backward, step", "delete", "leave"], -2 - 2),
+        (["backward, step, meet, clear, leave"], -2 - 2),  # what was left since the own step is for the next one
+        (["clear, meet, leave"], -1),  # whoever comes second has, as it would were anything there
+        (["clear module, meet, leave"], -1),
+    ],
+)
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_two_workers_that_do_not_know_of_each_other_leave_gradients(
+    functions: list[str], weight: float, is_seen: bool
+) -> None:
+    with program_of(2, is_seen) as (program, _):
+        for names in functions:
+            program.run(None, names)
+        program.run(0, "step, clear")
+        assert program.weight() == weight
 
 
 LEFT = r"an earlier function left on a worker.*zero_grad"

@@ -34,6 +34,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.errors import UnsupportedError
+from torchstrat.core.optimizers import stepped_by
 from torchstrat.core.tensor_classes import methods, properties, tensors_in
 from torchstrat.parameter_server.dispatch import USED, ZEROS, Gradients
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
@@ -233,8 +234,6 @@ _RULES: Mapping[object, Callable[..., object]] = {
     _torch_private.unscale_: _unscale_,
 }
 _WRITES_ROWS_TOO = (_torch_private.foreach_mul_, _torch_private.foreach_div_, _torch_private.foreach_zero_)
-
-
 _MAKE_SPARSE = frozenset(methods("to_sparse", "to_sparse_coo", "coalesce"))
 _COPIES_OF_SPARSE = frozenset(
     {
@@ -283,10 +282,10 @@ class LeftGradients:
         """Whether functions of the job are known to have left gradients to the servers."""
         self._blocks = 0  # of `no_sync`, in one another
         self._of_blocks: set[int] = set()  # parameters whose gradients these have changed
-        self._stepped: set[int] = set()  # parameters that this function has stepped, and
-        self._uncleared: set[int] = set()  # not set the gradients of to nothing since
-        self.has_scaled = False
-        """Whether this function has scaled a loss."""
+        self._stepped: set[Optimizer] = set()  # by this function, which has
+        self._uncleared: set[int] = set()  # not set these gradients to nothing since
+        self._zeroed: set[Optimizer | torch.nn.Module] = set()  # whose `zero_grad` it has called
+        self.has_scaled = False  # whether this function has scaled a loss
         self._kinds: dict[int, str | None] = {}  # of `Gradients`, as others know them
         self._changes: dict[int, str | None] = {}  # that they do not know
         self._missing: dict[int, torch.Tensor] = {}  # zeros, for what others hold of gradients
@@ -316,6 +315,7 @@ class LeftGradients:
         self._of_blocks.clear()
         self._stepped.clear()
         self._uncleared.clear()
+        self._zeroed.clear()
         self.has_scaled = False
         if self.accumulates:
             for _, parameter in self._parameters(None):
@@ -324,8 +324,7 @@ class LeftGradients:
             if number not in self._unused:
                 self._unmark(number, parameter)
         for _, parameter in self._parameters(self._to_mark):
-            gradient: torch.Tensor | None = GRAD.__get__(parameter)
-            if gradient is not None:
+            if (gradient := GRAD.__get__(parameter)) is not None:
                 _mark(parameter, gradient)
         self._to_mark.clear()
         if self._news:
@@ -366,6 +365,8 @@ class LeftGradients:
     def end(self, reached: Iterable[int] | None) -> None:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""
         for number, parameter in self._parameters(None if reached is None else self._unused.union(reached)):
+            if not self.accumulates:  # this function's is no later one's, which may be the first to leave any
+                parameter.is_cleared = False
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
             if type(gradient) is LeftGradient and gradient is self._missing.get(number) and _is_zero(gradient):
                 continue  # nothing was added to it
@@ -401,9 +402,7 @@ class LeftGradients:
             kind = self._kinds[number] = self._news.pop(number)
             if number in self._unused:
                 continue
-            gradient: torch.Tensor | None = None
-            if kind is not None:
-                gradient = _zeros_like(parameter)
+            gradient = None if kind is None else _zeros_like(parameter)
             parameter.has_left_gradient = False
             GRAD.__set__(parameter, gradient)
             if gradient is not None and kind == USED:
@@ -449,33 +448,45 @@ class LeftGradients:
                 )
             found.append((parameter, gradient))
         for parameter, _ in found:
-            is_cleared = parameter.is_cleared
-            parameter.grad = None
-            parameter.is_cleared = is_cleared
+            GRAD.__set__(parameter, None)  # nobody has set it to nothing
         if found and not self.accumulates:
             self.share(True, self._elsewhere, accumulates=True)
         return found
 
+    def note_zeroed(self, owner: Optimizer | torch.nn.Module) -> None:
+        """`zero_grad`, which passes over parameters that have no gradient here: those count, too."""
+        self._zeroed.add(owner)
+
+    def _clear_zeroed(self) -> None:
+        while self._zeroed:
+            owner = self._zeroed.pop()
+            for parameter in stepped_by(owner) if isinstance(owner, Optimizer) else owner.parameters():
+                if isinstance(parameter, WatchedParameter):
+                    parameter.is_cleared = True
+
     def take_cleared(self, optimizer: Optimizer | None, number_of: Callable[[torch.Tensor], int | None]) -> list[int]:
         """Of which parameters what others have left is to go, before ``optimizer`` steps, or at the function's end."""
+        stepped = [*self._stepped]
+        if optimizer is not None:  # also where none is known to leave gradients: this function may be the first
+            self._stepped.add(optimizer)
         if not self.accumulates:
             return []
+        self._clear_zeroed()
         cleared = {number for number, parameter in self._parameters(None) if parameter.is_cleared}
         for _, parameter in self._parameters(cleared):
             parameter.is_cleared = False
-        # What was left since the function's own step is for the next one.
-        discarded = sorted(cleared - self._stepped)
         self._uncleared -= cleared
+        # What was left since the function's own step is for the next one.
+        cleared.difference_update(number_of(parameter) for one in stepped for parameter in stepped_by(one))
         if optimizer is not None:
-            found = (number_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            numbers = {number for number in found if number is not None}
-            self._stepped |= numbers
-            self._uncleared |= numbers
-        return discarded
+            self._uncleared.update(number for one in stepped_by(optimizer) if (number := number_of(one)) is not None)
+        return sorted(cleared)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These parameters are gone, and their gradients with them."""
         numbers = set(numbers)
+        self._stepped.clear()
+        self._zeroed.clear()
         self._unused -= numbers
         self._to_mark -= numbers
         for known in (self._kinds, self._changes, self._missing, self._news):
@@ -491,16 +502,18 @@ class LeftGradients:
     ) -> None:
         """Raise `UnsupportedError` where a step would use gradients that an earlier function left, or miss them."""
         step = f"{type(optimizer).__name__}.step()"
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if getattr(parameter, "has_left_gradient", False):
-                    raise UnsupportedError(_refusal(step, name_of(parameter)))
-                if self._uncleared and number_of(parameter) in self._uncleared and not parameter.is_cleared:
-                    raise UnsupportedError(
-                        f"a second {step} in a scheduled function would use the gradient of {name_of(parameter)} once "
-                        "more. In a job that leaves gradients to later functions by no_sync a part of it may have been "
-                        "on the servers, which the first step has used up. Call zero_grad() and compute it again."
-                    )
+        if self._uncleared:
+            self._clear_zeroed()
+        for parameter in stepped_by(optimizer):
+            if getattr(parameter, "has_left_gradient", False):
+                raise UnsupportedError(_refusal(step, name_of(parameter)))
+            is_again = self._uncleared and number_of(parameter) in self._uncleared
+            if is_again and not getattr(parameter, "is_cleared", False):
+                raise UnsupportedError(
+                    f"a second {step} in a scheduled function would use the gradient of {name_of(parameter)} once "
+                    "more. In a job that leaves gradients to later functions by no_sync a part of it may have been "
+                    "on the servers, which the first step has used up. Call zero_grad() and compute it again."
+                )
 
 
 _USED_AT = "_torchstrat_used_at"

@@ -57,7 +57,7 @@ from torchstrat.parameter_server.variables.remote_access import VariableAccess, 
 from torchstrat.parameter_server.worker.gradients import LeftGradient, LeftGradients, rows_of
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.session import notice_members
-from torchstrat.parameter_server.worker.stand_ins import WatchedParameter, be_told, be_told_no_more
+from torchstrat.parameter_server.worker.stand_ins import be_told, be_told_no_more
 from torchstrat.parameter_server.worker.stepped_optimizers import SteppedOptimizers, reads_result
 from torchstrat.replicas.optimizer_step import LastHooks, closure_of
 
@@ -155,21 +155,8 @@ def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None])
     return told
 
 
-def _clears(parameters: Iterable[torch.Tensor]) -> None:
-    """`zero_grad` passes over parameters that have no gradient here."""
-    for parameter in parameters:
-        if isinstance(parameter, WatchedParameter):
-            parameter.is_cleared = True
-
-
-def _optimizer_clears(optimizer: Optimizer, left: LeftGradients) -> None:
-    if left.accumulates:
-        _clears(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _module_clears(module: torch.nn.Module, left: LeftGradients) -> None:
-    if left.accumulates:
-        _clears(module.parameters())
+def _clears(owner: Optimizer | torch.nn.Module, left: LeftGradients) -> None:
+    left.note_zeroed(owner)
 
 
 def _scales(scaler: torch.amp.GradScaler, left: LeftGradients) -> None:
@@ -177,8 +164,8 @@ def _scales(scaler: torch.amp.GradScaler, left: LeftGradients) -> None:
 
 
 _TELL: dict[type, Any] = {
-    Optimizer: _telling(Optimizer, "zero_grad", _optimizer_clears),
-    torch.nn.Module: _telling(torch.nn.Module, "zero_grad", _module_clears),
+    Optimizer: _telling(Optimizer, "zero_grad", _clears),
+    torch.nn.Module: _telling(torch.nn.Module, "zero_grad", _clears),
     torch.amp.GradScaler: _telling(torch.amp.GradScaler, "scale", _scales),
 }
 """What PyTorch has no hooks for."""

@@ -241,6 +241,9 @@ class Bringer(Protocol):
         """
 
 
+_CHANGE_GRADIENT = (GRAD.__set__, GRAD.__delete__)
+
+
 class _Asked:
     is_asked_first: ClassVar[bool] = True
 
@@ -254,7 +257,7 @@ class _Asked:
     ) -> object:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUES:
-            if func == GRAD.__set__:  # the gradient may be left for other functions, which have to know
+            if func in _CHANGE_GRADIENT:  # the gradient may be left for other functions, which have to know
                 _reach(args[0])
             with _torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -359,6 +359,7 @@ class TableParameter(WatchedParameter):
 
     @grad.deleter
     def grad(self) -> None:
+        self.reach()
         GRAD.__delete__(self)
         self.note_cleared()
 
