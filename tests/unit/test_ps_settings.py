@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +114,33 @@ def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
 
     def set_rate(rate: float) -> Callable[[], None]:
         return lambda: optimizer.param_groups[0].update(lr=rate)
+
+def test_an_average_in_frozen_parameters_needs_no_no_grad(program: Program) -> None:
+    """PyTorch allows it: they become part of a graph."""
+    with program.coordinator.strategy.scope():
+        average = copy.deepcopy(program.model).requires_grad_(False)
+
+    strategy = program.coordinator.strategy
+
+    def train(model: nn.Module, average: nn.Module, optimizer: torch.optim.Optimizer, *, is_plain: bool) -> float:
+        optimizer.zero_grad()
+        torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+        optimizer.step()
+        for p, q in zip(model.parameters(), average.parameters(), strict=True):
+            q.mul_(0.9).add_(p, alpha=0.1)
+        with nullcontext() if is_plain else strategy.no_sync():
+            return float(q.detach().sum())
+
+    its_model, its_optimizer = program.model, program.optimizer
+    plain = copy.deepcopy((its_model, average))
+    rates = zip(plain[0].parameters(), (0.1, 0.5), strict=True)
+    optimizer = torch.optim.SGD([{"params": [p], "lr": rate} for p, rate in rates])
+    for _ in range(3):
+        seen = program.run(lambda: train(its_model, average, its_optimizer, is_plain=False), "error")
+        assert seen == pytest.approx(train(*plain, optimizer, is_plain=True))
+    torch.testing.assert_close(average.state_dict(), plain[1].state_dict())
+    assert not any(p.requires_grad for p in average.parameters())
+
 
     program.run(set_rate(0.1 + 0.0), "error")  # the same
     with pytest.warns(UserWarning, match=r"set lr of group 0 of SGD from 0.1 to 0.5.*Set it on the coordinator"):

@@ -296,12 +296,14 @@ class Executor:
             if _is_of_program(error):
                 self._finish()  # as on one device: what it has changed before stays
             else:
+                self._copies.leave_graph()
                 self._left.end(self._copies.reached)
             raise
         self._finish()
         return result
 
     def _finish(self) -> None:
+        self._copies.leave_graph()
         try:
             taken = self._left.take(self.steps.name_of)
         finally:

@@ -427,7 +427,7 @@ class LeftGradients:
     def _states(self) -> Iterator[tuple[int, _State]]:
         with _torch_private.DisableTorchFunctionSubclass():
             for number, parameter in self._parameters(None):
-                gradient: torch.Tensor | None = GRAD.__get__(parameter)
+                gradient: torch.Tensor | None = GRAD.__get__(parameter) if parameter.is_leaf else None
                 if gradient is not None:
                     yield number, (gradient, version_of(gradient))
 

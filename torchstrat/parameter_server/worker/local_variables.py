@@ -235,6 +235,15 @@ class Copies:
             for number in self._open - self._reached:
                 self._suspend(number)
 
+    def leave_graph(self) -> None:
+        """The function has ended. A parameter that takes no gradients and that it has written to without
+        `torch.no_grad` (an average of trained ones) has become part of a graph; the next function finds a leaf."""
+        with DisableTorchFunctionSubclass():
+            for number in self._reached:
+                tensor = self._tensors.get(number)
+                if tensor is not None and not tensor.is_leaf and isinstance(tensor, WatchedParameter):
+                    tensor.detach_()
+
     def end(self) -> None:
         """The function has ended."""
         self._is_running = False
