@@ -5,6 +5,7 @@ What the table of state in tests/matrix edits as well (modes, `requires_grad`, r
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 import warnings
@@ -26,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
 from tests.support.turns import every_second
-from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -85,12 +86,16 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "load_state_dict": (_load_rate, lambda it: it.param_groups[0]["lr"]),
     "gradient mode": (lambda _: torch.set_grad_enabled(False), lambda _: torch.is_grad_enabled()),
     "autocast": (lambda _: torch.set_autocast_enabled("cpu", True), lambda _: torch.is_autocast_enabled("cpu")),
+    "mode and rate": (
+        lambda it: (torch.set_grad_enabled(False), it.param_groups[0].update(lr=7.0)),
+        lambda it: (torch.is_grad_enabled(), it.param_groups[0]["lr"]),
+    ),
     "default device": (lambda _: torch.set_default_device("meta"), lambda _: str(torch.empty(1).device)),
 }
 """What a function does, and what another one sees of it."""
 
 
-@pytest.mark.parametrize("how", ["returns", "raises"])
+@pytest.mark.parametrize("how", ["returns", "raises", "warnings are errors"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_function_sets_is_put_back(program: Program, name: str, how: str) -> None:
     optimizer, (change, look) = program.optimizer, CHANGES[name]
@@ -101,19 +106,14 @@ def test_what_a_function_sets_is_put_back(program: Program, name: str, how: str)
             raise KeyError("after it has set something")
 
     before = program.run(lambda: look(optimizer))
-    if how == "returns":
-        program.run(set_it)
-    else:
+    if how == "raises":
         with pytest.raises(KeyError):
             program.run(set_it)
+    else:
+        with suppress(UserWarning):
+            program.run(set_it, "error" if how == "warnings are errors" else "ignore")
     assert program.run(lambda: look(optimizer)) == before
 
-
-def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
-    optimizer = program.optimizer
-
-    def set_rate(rate: float) -> Callable[[], None]:
-        return lambda: optimizer.param_groups[0].update(lr=rate)
 
 def test_an_average_in_frozen_parameters_needs_no_no_grad(program: Program) -> None:
     """PyTorch allows it: they become part of a graph."""
@@ -141,6 +141,12 @@ def test_an_average_in_frozen_parameters_needs_no_no_grad(program: Program) -> N
     torch.testing.assert_close(average.state_dict(), plain[1].state_dict())
     assert not any(p.requires_grad for p in average.parameters())
 
+
+def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
+    optimizer = program.optimizer
+
+    def set_rate(rate: float) -> Callable[[], None]:
+        return lambda: optimizer.param_groups[0].update(lr=rate)
 
     program.run(set_rate(0.1 + 0.0), "error")  # the same
     with pytest.warns(UserWarning, match=r"set lr of group 0 of SGD from 0.1 to 0.5.*Set it on the coordinator"):

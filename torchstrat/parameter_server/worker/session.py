@@ -221,17 +221,18 @@ class Settings:
         return call
 
     def put_back(self) -> None:
-        """After a function, whether it returned or raised."""
+        """After a function, whether it returned or raised. Of what it had set is warned when all is put back: where
+        warnings are errors, the rest would stay."""
         self._put_back_default_dtype()
-        if left := leave_plain():
-            self._warn("thread", left)
-        takes_gradients = self._put_back_modes()
-        if takes_gradients:
-            self._warn("requires_grad", f"{takes_gradients} parameters to take gradients, or not to")
+        set_here = [("thread", left)] if (left := leave_plain()) else []
+        if takes_gradients := self._put_back_modes():
+            set_here.append(("requires_grad", f"{takes_gradients} parameters to take gradients, or not to"))
         for number, optimizer in self._optimizers.items():
-            self._put_back_groups(optimizer, self._groups[number])
+            set_here += self._put_back_groups(optimizer, self._groups[number])
         for number, kept in self._own_attributes.items():
-            self._put_back_attributes(self._optimizers[number], kept)
+            set_here += self._put_back_attributes(self._optimizers[number], kept)
+        for kind, what in set_here:
+            self._warn(kind, what)
 
     def _put_back_default_dtype(self) -> None:
         if self._default_dtype is not None and torch.get_default_dtype() is not self._default_dtype:
@@ -248,28 +249,33 @@ class Settings:
                 tensor.requires_grad_(flag)
         return len(changed)
 
-    def _put_back_groups(self, optimizer: Optimizer, kept: list[_Group]) -> None:
+    def _put_back_groups(self, optimizer: Optimizer, kept: list[_Group]) -> list[tuple[str, str]]:
+        """What to warn of, as `_warn` takes it."""
         groups = optimizer.param_groups
         if len(groups) == len(kept) and all(map(_Group.is_as_scheduled, kept, groups)):
-            return
-        for place, (own, group) in enumerate(zip(kept, groups, strict=False)):
-            for name, was, now in own.changes(group):
-                self._warn("rate", f"{name} of group {place} of {type(optimizer).__name__} from {was!r} to {now!r}")
+            return []
+        found = [
+            ("rate", f"{name} of group {place} of {type(optimizer).__name__} from {was!r} to {now!r}")
+            for place, (own, group) in enumerate(zip(kept, groups, strict=False))
+            for name, was, now in own.changes(group)
+        ]
         groups[:] = [own.put_back() for own in kept]
+        return found
 
-    def _put_back_attributes(self, optimizer: Optimizer, kept: dict[str, object]) -> None:
+    def _put_back_attributes(self, optimizer: Optimizer, kept: dict[str, object]) -> list[tuple[str, str]]:
+        """What to warn of, as `_warn` takes it."""
         now = fixed_attributes(optimizer)
         if now == kept:
-            return
+            return []
         for name in now.keys() - kept.keys():
             del vars(optimizer)[name]
         vars(optimizer).update(kept)
         name = next(name for name in (*kept, *now) if name not in kept or now.get(name) != kept[name])
-        self._warn(
-            "attribute",
+        what = (
             f"{name} of {type(optimizer).__name__} from {kept.get(name)!r} to {now.get(name)!r} (steps are made on the "
-            "servers, which do not see it)",
+            "servers, which do not see it)"
         )
+        return [("attribute", what)]
 
     def _warn(self, kind: str, what: str) -> None:
         if kind not in self._warned:
