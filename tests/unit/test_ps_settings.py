@@ -142,6 +142,19 @@ def test_an_average_in_frozen_parameters_needs_no_no_grad(program: Program) -> N
     assert not any(p.requires_grad for p in average.parameters())
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_a_function_has_written_before_it_raises_stays(program: Program, error: type[BaseException]) -> None:
+    bias = program.model[0].bias
+
+    def write() -> None:
+        bias.data.fill_(7.0)
+        raise error
+
+    with pytest.raises((error, FunctionError)):
+        program.run(write)
+    assert bias.tolist() == [7.0, 7.0]
+
+
 def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
     optimizer = program.optimizer
 

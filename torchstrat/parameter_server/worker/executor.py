@@ -368,6 +368,5 @@ def _call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str,
 
 
 def _is_of_program(error: BaseException) -> bool:
-    """Whether the function's own code has raised it, and not torchstrat, which refuses it."""
-    is_from_below = isinstance(error, TorchstratError) and not isinstance(error, OutOfRangeError)
-    return isinstance(error, Exception) and not is_from_below
+    """Whether the function's own code has raised it (``sys.exit()`` too), and not torchstrat, which refuses it."""
+    return not isinstance(error, TorchstratError) or isinstance(error, OutOfRangeError)
