@@ -323,7 +323,9 @@ def refused(program: Program, function: Callable[[], Any], error: type[Exception
 def test_what_functions_cannot_do_with_tables_and_optimizers() -> None:
     with on_servers(Tables, 3) as program:
         model, optimizer, sgd = program.made, program.made.optimizer, torch.optim.SGD
-        refused(program, lambda: model.table(torch.tensor([1, ROWS])), ValueError, f"id {ROWS} .*rows 0 to {ROWS - 1}")
+        for error in (ValueError, IndexError):
+            refused(program, lambda: model.table(torch.tensor([1, ROWS])), error, f"id {ROWS} .*rows 0 to {ROWS - 1}")
+        refused(program, lambda: model.table(torch.tensor([True] * ROWS)), TypeError, "are torch.bool; torch.int64")
         refused(program, lambda: optimizer.step(lambda: 1.0), NotImplementedError, "without a closure")
         refused(program, lambda: sgd(model.parameters(), 0.1).step(), ValueError, r"strategy\.scope")
 

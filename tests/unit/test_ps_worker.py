@@ -25,7 +25,6 @@ import torchstrat as ts
 from torchstrat.errors import (
     CommunicationError,
     ContextError,
-    InvalidArgumentError,
     NotSendableError,
     PeerUnavailableError,
 )
@@ -272,9 +271,18 @@ def test_a_table_much_larger_than_the_batch_is_not_looked_through(monkeypatch: p
 def test_an_id_out_of_range_leaves_nothing_marked(rows: int, wrong: int) -> None:
     one = UniqueIds()
     says = rf"id {wrong} is not in table table, which has rows 0 to {rows - 1}"
-    with pytest.raises(InvalidArgumentError, match=says):
+    with pytest.raises(IndexError, match=says):
         one.of(table(rows), torch.tensor([1, wrong, 2]))
     assert one.of(table(rows), torch.tensor([4, 4, 2]))[0].tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8, torch.int16])
+def test_ids_that_pytorch_refuses_are_refused(dtype: torch.dtype) -> None:
+    ids = torch.ones(4, dtype=dtype)
+    with pytest.raises(RuntimeError, match="scalar types: Long, Int"):
+        F.embedding(ids, torch.zeros(4, 2))
+    with pytest.raises(TypeError, match=rf"table are {dtype}; .*int64 or .*int32 is needed.*ids.long\(\)"):
+        UniqueIds().of(table(4), ids)
 
 
 class Access:

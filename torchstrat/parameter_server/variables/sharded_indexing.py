@@ -25,7 +25,7 @@ RowSpan = tuple[int, int]
 
 
 class ShardIndexError(InvalidArgumentError, IndexError):
-    """An index of a `ShardedVariable` is out of range, or has more dimensions than it."""
+    """An index of a `ShardedVariable`, or an id of a lookup, is out of range; or it has too many dimensions."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import WrongTypeError
 from torchstrat.parameter_server.interface import Peer
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.edits import put_rows
 from torchstrat.parameter_server.variables.remote_access import RowsToCome, VariableAccess
+from torchstrat.parameter_server.variables.sharded_indexing import ShardIndexError
 
 ROWS_PER_ID = 64
 """Rows of a table for each id of a batch, up to which marks are faster than sorting. 26,624 ids of 1,000,000 rows: 0.35
@@ -35,8 +36,14 @@ class UniqueIds:
         is among them, int64 in their shape and on their device.
 
         Raises:
-            InvalidArgumentError: an id is not in the table.
+            ShardIndexError: an id is not in the table (an IndexError, and a ValueError).
+            WrongTypeError: ids that are no int32 or int64, which PyTorch's own lookups refuse, too.
         """
+        if ids.dtype is not torch.int64 and ids.dtype is not torch.int32:
+            raise WrongTypeError(
+                f"the ids of a lookup in table {spec.name} are {ids.dtype}; torch.int64 or torch.int32 is needed. "
+                "Convert them first: ids.long()."
+            )
         if ids.device.type == "cpu" and 0 < spec.shape[0] <= ROWS_PER_ID * ids.numel():
             lowest, highest = torch.aminmax(ids)
             _check(spec, int(lowest), int(highest))
@@ -61,7 +68,7 @@ class UniqueIds:
 def _check(spec: VariableSpec, lowest: int, highest: int) -> None:
     if lowest < 0 or highest >= spec.shape[0]:
         wrong = lowest if lowest < 0 else highest
-        raise InvalidArgumentError(
+        raise ShardIndexError(
             f"id {wrong} is not in table {spec.name}, which has rows 0 to {spec.shape[0] - 1}; look up ids in that "
             "range, or make the table larger."
         )
@@ -127,7 +134,7 @@ class TableRows:
         """Ask for the rows of these ids, for one later `read`. Does not wait.
 
         Raises:
-            InvalidArgumentError: an id is not in the table; nothing was asked for.
+            ShardIndexError, WrongTypeError: as `UniqueIds.of`; nothing was asked for.
         """
         with self._lock, torch.inference_mode(False):  # a later lookup may be one that autograd sees
             self._prefetch(spec, ids.detach().clone())
@@ -151,7 +158,7 @@ class TableRows:
         ``fresh``: as they are now, whatever was asked for ahead. ``whole``: all rows; nobody is asked.
 
         Raises:
-            InvalidArgumentError: an id is not in the table.
+            ShardIndexError, WrongTypeError: as `UniqueIds.of`.
             ParameterServerUnavailable: a server is gone, or has gone since it was asked.
         """
         with self._lock:
