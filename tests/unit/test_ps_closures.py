@@ -96,10 +96,18 @@ SHAPES = {
     "container": "fn = partial(lambda found: (found['a'][0][1], None), {'a': [(0, model)]})",
     "PyTorch's operators": "aten, relu, default = torch.ops.aten, torch.ops.aten.relu, torch.ops.aten.relu.default\n"
     "def fn(): return model, None if torch.ops.aten is aten and aten.relu is relu and relu.default is default else 1",
+    "single dispatch": "@functools.singledispatch\ndef kind(x): 'What it is'\n"
+    "@kind.register\ndef _(x: list): return ['list', kind(x[0]), model]\nkind.note = 'own'\n"
+    "def fn(): return kind([1])[2], kind.__wrapped__(1) if (kind.__name__, kind.__doc__, kind.note, kind([1])[:2]) == "
+    "('kind', 'What it is', 'own', ['list', None]) else 1",
+    "cached property and method by type": "class Local:\n found = functools.cached_property(lambda self: model)\n"
+    " @functools.singledispatchmethod\n def of(self, x): return 1\n @of.register\n def _(self, x: str): return None\n"
+    "def fn(): local = Local(); return local.found, local.of('a') if vars(local) == {'found': model} else 1",
     "module method": "fn = partial(lambda forward: (forward.__self__, None), model.forward)",
 }
 NAMES = {"Any": Any, "Enum": enum.Enum, "dataclass": dataclasses.dataclass, "field": dataclasses.field}
 NAMES |= {"Trainer": Trainer, "logged": logged, "partial": functools.partial, "torch": torch, "__name__": "__main__"}
+NAMES |= {"functools": functools}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -322,6 +330,20 @@ def _default_of_a_default(lock: Any) -> Any:
 def test_the_error_names_every_step_of_the_way(job, make, what, path):
     with pytest.raises(NotSendableError, match=rf"^{path} \(a _thread.lock\)"):
         pack(make(threading.Lock()), job.catalog, what)
+
+
+def test_the_way_leads_through_nothing_that_is_torchstrats_own(bare: Job) -> None:
+    class Guarded(nn.Linear):
+        lock = threading.Lock()
+
+    with bare.scope():
+        model = Guarded(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters())
+        optimizer.state = {"the keeper of it": Guarded}  # as what stands there on the coordinator, which is not sent
+        optimizer.kept = World.__new__(World)
+        optimizer.kept._what_belongs_to_it = Guarded
+    with pytest.raises(NotSendableError, match=r"^Guarded → class Guarded\.lock \(a _thread\.lock\) cannot travel"):
+        bare.world()
 
 
 def test_what_cannot_be_found_again_is_still_described(job):

@@ -267,6 +267,10 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, object]]:
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     members = dict(getattr(value, "__dict__", {}))
+    if type(value).__module__.startswith("torchstrat."):  # no name that the user knows
+        members = {name: part for name, part in members.items() if not name.startswith("_")}
+    if isinstance(value, Optimizer):
+        members.pop("state", None)  # it is made where the variables are
     if isinstance(value, nn.Module):
         for group in ("_modules", "_parameters", "_buffers"):
             yield from ((f".{name}", part) for name, part in members.pop(group, {}).items())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import functools
 import importlib
 import io
 import pickle
@@ -120,8 +121,52 @@ def _set_cell(cell: types.CellType, contents: tuple[object]) -> None:
     (cell.cell_contents,) = contents
 
 
+def _reduce_cached_property(found: functools.cached_property[object]) -> object:
+    """Without the lock that it has before Python 3.12."""
+    return copyreg.__newobj__, (type(found),), (found.func, found.attrname), None, None, _set_cached_property  # type: ignore[attr-defined]
+
+
+def _set_cached_property(made: functools.cached_property[object], state: tuple[Callable[..., object], str]) -> None:
+    functools.cached_property.__init__(made, state[0])
+    made.attrname = state[1]
+
+
+_DISPATCHING = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
+"""That of every function that `functools.singledispatch` has made."""
+
+
+def _reduce_single_dispatch(fn: types.FunctionType) -> object:
+    """From what is registered: it keeps that in its closure, beside a cache of weak references. Empty first, since the
+    functions that are registered may call it."""
+    made_by_python = vars(_empty_single_dispatch(fn.__name__)).keys()
+    own = {name: value for name, value in vars(fn).items() if name not in made_by_python}
+    named = {name: getattr(fn, name) for name in functools.WRAPPER_ASSIGNMENTS}
+    registered = dict(vars(fn)["registry"])
+    return _empty_single_dispatch, (fn.__name__,), (registered, named, own), None, None, _set_single_dispatch
+
+
+def _empty_single_dispatch(name: str) -> types.FunctionType:
+    def nothing_yet(_: object) -> None: ...
+
+    nothing_yet.__name__ = name  # its errors say it
+    made = functools.singledispatch(nothing_yet)
+    del vars(made)["__wrapped__"]
+    return made  # type: ignore[return-value]
+
+
+def _set_single_dispatch(
+    fn: types.FunctionType, state: tuple[dict[type, object], dict[str, object], dict[str, object]]
+) -> None:
+    registered, named, own = state
+    for kind, one in registered.items():
+        vars(fn)["register"](kind, one)
+    for name, value in named.items():
+        setattr(fn, name, value)
+    vars(fn).update(own)
+
+
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, with two differences.
+    """cloudpickle's, with three differences.
 
     A library's wrapper around a function of the program stays the library's. cloudpickle takes it, which has the
     function's name, for the program's own and copies the globals that it uses. PyTorch's wrapper around ``step`` of an
@@ -129,13 +174,18 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Functions that share a variable of a function around them share it in the other process, too: two methods of a
     class, one of which counts and the other reads. cloudpickle gives each a variable of its own.
+
+    What `functools` makes of the program's functions and keeps locks or weak references in is made again.
     """
 
     dispatch_table: ClassVar[object] = collections.ChainMap(
-        {types.CellType: _reduce_cell}, cloudpickle.Pickler.dispatch_table
+        {types.CellType: _reduce_cell, functools.cached_property: _reduce_cached_property},
+        cloudpickle.Pickler.dispatch_table,
     )
 
     def _dynamic_function_reduce(self, fn: types.FunctionType) -> object:
+        if fn.__code__ is _DISPATCHING:
+            return _reduce_single_dispatch(fn)
         make, (code, space, name, defaults, _), (attributes, slots), *others = super()._dynamic_function_reduce(fn)
         slots = {**slots, "__closure__": None}
         module = sys.modules.get(fn.__globals__.get("__name__", ""))
