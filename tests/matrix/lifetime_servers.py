@@ -62,7 +62,7 @@ ROUNDS = 8
 def expected(row: str, column: str) -> Expected:
     if row == "strategies" and column == DROPPED:
         return refused(
-            CommunicationError, "Close the other endpoint", "a job goes on until its strategy or the program is closed"
+            CommunicationError, r"strategy\.close\(\)", "a job goes on until its strategy or the program is closed"
         )
     return RIGHT
 

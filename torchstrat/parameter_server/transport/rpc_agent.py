@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -263,20 +263,20 @@ _retired: list[TensorPipeAgent] = []
 
 class Agent:
     """TensorPipe agents that know nobody but themselves, listening on ``host``: one, and another for newcomers as soon
-    as something has made that one deaf (see `Door`).
+    as something has made that one deaf (see `Door`). One per process.
 
     ``hooks`` take the place of the functions by which RPC unpickles, runs and pickles, from before it listens.
     """
+
+    _open: ClassVar[str | None] = None
+    """Name of the one there is."""
 
     def __init__(
         self, name: str, host: str, timeout_seconds: float, hooks: Mapping[str, Callable[..., object]]
     ) -> None:
         interface, address = interface_of(host)
         if _is_current_rpc_agent_set():
-            raise CommunicationError(
-                "this process uses torch.distributed.rpc already; a process is one task of a cluster, and torchstrat "
-                "needs RPC for itself. Close the other endpoint, or shut RPC down, first."
-            )
+            raise CommunicationError(_why_taken(Agent._open))
         self._name, self._timeout_seconds = name, timeout_seconds
         self._ids = iter(range(1, _LARGEST_ID + 1))
         self._peers: dict[str, tuple[WorkerInfo, str]] = {}
@@ -288,6 +288,7 @@ class Agent:
         self._agent: TensorPipeAgent | None
         self._agent, self._store = self._made()
         self._door: Door | None = None
+        Agent._open = name
         try:
             with _hooked(hooks):
                 with _listening_on(interface):
@@ -367,6 +368,7 @@ class Agent:
         if has_ended and _is_current_rpc_agent_set():
             _cleanup_python_rpc_handler()  # so that the next agent, ours or not, looks its functions up again
             _reset_current_rpc_agent()
+            Agent._open = None
         if not has_ended or not is_idle():
             _retired.extend(agents)
 
@@ -428,6 +430,23 @@ class Agent:
                 f"torch {torch.__version__} does not let messages be authenticated before they are unpickled; the "
                 "process would run what anybody sends to it. Please report this version."
             )
+
+
+def _why_taken(name: str | None) -> str:
+    """Of a process that has an agent: that of this name, or somebody else's."""
+    if name is None:
+        return (
+            "this process uses torch.distributed.rpc already, and torchstrat needs RPC for itself. Shut it down first, "
+            "torch.distributed.rpc.shutdown(), or use another process."
+        )
+    if not name.startswith("chief"):
+        task = " ".join(name.split("_")[:-1])
+        return f"this process is {task} of a cluster already, and can be one task only. Start another process for this."
+    return (
+        "this process has a ParameterServerStrategy that was not closed, perhaps since an exception came before that; "
+        "a process is the coordinator of one cluster at a time. Call strategy.close() on that one first, or start the "
+        "process anew."
+    )
 
 
 def _introduce(worker: WorkerInfo, url: str, to: TensorPipeAgent, store: HashStore) -> None:
