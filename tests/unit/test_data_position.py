@@ -23,6 +23,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     get_worker_info,
+    random_split,
 )
 
 import torchstrat as ts
@@ -125,9 +126,12 @@ def until(make: MakeOnRank, world: World, cut: tuple[int, int]) -> tuple[list[Se
     return before + ([] if position_in(kept)["under_way"] else [[]]), kept
 
 
-def require_undisturbed(make: MakeOnRank, world: World, cut: tuple[int, int]) -> None:
-    """Cut after a step and go on, in what stands for another process: all as if nothing had happened."""
+def require_undisturbed(make: MakeOnRank, world: World, cut: tuple[int, int], state: Any = None) -> None:
+    """Cut after a step and go on, in what stands for another process: all as if nothing had happened. ``state``: what
+    is gone on from, if another torchstrat has saved it there."""
     before, kept = until(make, world, cut)
+    if state is not None:
+        kept = pickle.dumps((state, pickle.loads(kept)[1]))
     seed(99)
     after, _ = run(make, world, kept, PASSES - len(before) + 1)
     assert [*before[:-1], before[-1] + after[0], *after[1:]] == undisturbed(make, world)
@@ -217,12 +221,30 @@ class ShuffledBatches:
         return iter(torch.tensor(order).split(4))
 
 
+class Chosen:
+    """Draws from a stream that it was given."""
+
+    def __init__(self, choices: random.Random) -> None:
+        self.choices = choices
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.tensor(self.choices.sample(range(N), N)).split(4))
+
+
 class MapOfBatches(Dataset[Any]):
     def __len__(self) -> int:
         return 6
 
     def __getitem__(self, index: int) -> Any:
         return torch.arange(4 * index, min(N, 4 * index + 4))
+
+
+class MapOfNoise(MapOfBatches):
+    def __init__(self) -> None:
+        self.noise = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + self.noise.random()
 
 
 def shuffled() -> Any:
@@ -310,6 +332,100 @@ WORKERS_IN_EVERY_RUN = [
 )
 def test_workers_that_read_ahead(name: str, cut: tuple[int, int], replicas: int, persistent: bool) -> None:
     require_undisturbed(of(lambda: OF_WORKERS[name](persistent_workers=persistent)), (1, replicas), cut)
+
+
+VERSION_1 = Path(__file__).parents[1] / "fixtures" / "positions" / "version_1.pt"
+"""What version 1 saved of these data sets; never written again."""
+
+
+@pytest.mark.parametrize("name", torch.load(VERSION_1))
+def test_a_position_of_version_1_is_gone_on_with(name: str) -> None:
+    kind, passes, steps = name.rsplit(" ", 2)
+    make = (LOADERS | SEQUENCES).get(kind) or functools.partial(OF_WORKERS[kind], persistent_workers=True)
+    require_undisturbed(of(make), (1, 2), (int(passes), int(steps)), torch.load(VERSION_1)[name])
+
+
+def shared_generator() -> list[Any]:
+    generator = own_generator()
+    return [DataLoader(Numbers(length), 4, shuffle=True, generator=generator) for length in (14, 6)]
+
+
+def split_data_set() -> list[Any]:
+    parts = random_split(OwnDraws(20), [14, 6], own_generator())
+    return [DataLoader(parts[0], 4, shuffle=True, generator=own_generator()), DataLoader(parts[1], 4)]
+
+
+def shared_choices() -> list[Any]:
+    choices = random.Random(3)
+    return [Chosen(choices), Chosen(choices)]
+
+
+def shared_function() -> list[Any]:
+    noise = np.random.default_rng(1)
+    return [data.ArrayDataset(torch.arange(n)).map(lambda row: row + noise.random()).batch(4) for n in (14, 6)]
+
+
+def shared_batches() -> list[Any]:
+    parts = random_split(MapOfNoise(), [4, 2], own_generator())
+    return [*parts]
+
+
+def in_turns(datasets: list[DistributedDataset], seen: list[Any]) -> Iterator[Any]:
+    """The steps, and ends, of passes over each, as training and validation have them, after what has been ``seen``."""
+    latest, what = seen[-1] if seen else ((0, 0), None)
+    for turn in itertools.product(range(PASSES), range(len(datasets))):
+        if turn > latest or (turn == latest and what != "end"):
+            yield from ((turn, rows_of(step)) for step in datasets[turn[1]])
+            yield turn, "end"
+
+
+SHARING = [shared_generator, split_data_set, shared_choices, shared_function, shared_batches]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("make", SHARING)
+def test_data_sets_that_draw_from_one_generator(make: Callable[[], list[Any]], processes: int) -> None:
+    """Cut three times: within a pass, between two, and where only the first of them has gone on since."""
+
+    def work(layout: InputLayout) -> tuple[list[Any], list[Any]]:
+        seed(1)
+        whole = list(in_turns([distribute(one, layout) for one in make()], []))
+        datasets, seen = [distribute(one, layout) for one in make()], list[Any]()
+        seed(1)
+        for steps in (3, 13, 1, None):
+            seen += itertools.islice(in_turns(datasets, [*seen]), steps)
+            states = [one.state_dict() for one in datasets], streams()
+            datasets = [distribute(one, layout) for one in make()]
+            for one, state in zip(datasets, states[0], strict=True):
+                one.load_state_dict(state)
+            put_streams(states[1])
+        return seen, whole
+
+    results = [work(layout_in_process(2))] if processes == 1 else on_ranks(processes, work, 1)[0]
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        assert result[0] == result[1]
+
+
+@pytest.mark.parametrize("make", SHARING)
+def test_a_pass_within_a_pass_that_draws_from_the_same_generator(make: Callable[[], list[Any]]) -> None:
+    def rest(first: Iterable[Any], datasets: list[DistributedDataset]) -> list[Seen]:
+        return [list(map(rows_of, one)) for one in (first, datasets[1], datasets[0])]
+
+    datasets, again = ([distribute(one) for one in make()] for _ in range(2))
+    iterator = iter(datasets[0])
+    next(iterator), list(datasets[1]), next(iterator)
+    for one, other in zip(datasets, again, strict=True):
+        other.load_state_dict(one.state_dict())
+    assert rest(again[0], again) == rest(iterator, datasets)
+
+
+def test_other_generators_than_there_were() -> None:
+    state = position(DataLoader(OwnDraws(8), 2))
+    dataset = distribute(DataLoader(Rows(8), 2), 1)
+    with pytest.raises(InvalidArgumentError, match=r"were numpy.*, random\.Random when it was saved and are none here"):
+        dataset.load_state_dict(state)
 
 
 def test_what_was_handed_out_is_not_read_again() -> None:
@@ -629,8 +745,8 @@ def test_a_position_of_something_else_is_refused(saved: Any, here: Any, message:
 def test_no_position(state: Any) -> None:
     error, message = WrongTypeError, "takes what its state_dict"
     if state == "newer":
-        state = position(DataLoader(Rows(8))) | {"version": 2}
-        error, message = InvalidArgumentError, "format version 2, and this torchstrat reads versions up to 1"
+        state = position(DataLoader(Rows(8))) | {"version": 3}
+        error, message = InvalidArgumentError, "format version 3, and this torchstrat reads versions up to 2"
     with pytest.raises(error, match=message):
         distribute(DataLoader(Rows(8)), 1).load_state_dict(state)
 

@@ -137,6 +137,7 @@ def distribute_dataset(
         has_workers=source.has_workers,
         exclusive=source.exclusive,
         terms=terms,
+        streams={number: source.streams},
         between=lambda: {number: source.between()},
         settle=lambda saved: source.settle(saved.between.get(number, saved.between[0])),
     )
@@ -301,6 +302,7 @@ def hand_out_elements(
         exclusive=any(source.exclusive for source in sources),
         on_demand=any(source.on_demand for source in sources),
         terms=terms,
+        streams={number: source.streams for number, source in numbered.items()},
         between=lambda: {number: source.between() for number, source in numbered.items()},
         settle=settle,
     )

@@ -18,6 +18,7 @@ import torch
 from torchstrat.core import context, nest, notebook_html
 from torchstrat.core.engine import BatchPlacement, Communicator, InputLayout
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
+from torchstrat.core.randomness import RandomStreams
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 from torchstrat.data import rows
@@ -171,6 +172,8 @@ class Feed:
     has_workers: bool
     exclusive: bool
     terms: Callable[[], Terms]
+    streams: Mapping[int, RandomStreams]
+    """Of this process's pipelines; see `Source.streams`."""
     between: Callable[[], Mapping[int, Mapping[str, object]]]
     """Of this process's pipelines; see `Source.between`."""
     settle: Callable[[Saved], None]
@@ -227,7 +230,8 @@ class DistributedDataset(context.OfStrategy):
         """
         _require_outside_replicas(self._strategy, "distributed_dataset.state_dict()")
         if self._loaded is not None:
-            return dict(self._loaded[1])
+            saved, state = self._loaded
+            return {**state, "streams": saved.streams_now(self._feed.streams, self._layout.peers)}
         return state_of(self._progress, self._feed.terms(), self._feed.between, self._layout.peers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -238,7 +242,9 @@ class DistributedDataset(context.OfStrategy):
         is every pass after it, if the process's random streams are restored as well; this leaves them alone. For a
         map-style dataset behind a `DataLoader` the order of indices is drawn again, and no row is read that was handed
         out. What can only be read in sequence is read and dropped up to there, unless it has ``state_dict()`` and
-        ``load_state_dict()`` of its own. A loop that is under way goes on undisturbed.
+        ``load_state_dict()`` of its own. Generators of one's own (``generator=g``, a data set's ``self.rng``), from
+        which other datasets may draw as well, are put where they stood at once: load all of them before any is
+        iterated. A loop that is under way goes on with its rows, and draws from there.
 
         Not part of a position: numbers that a map-style dataset draws within data-loading workers (those start with a
         new seed), and those that it draws here for a batch that was read one step ahead to be copied to an accelerator.
@@ -251,7 +257,9 @@ class DistributedDataset(context.OfStrategy):
             WrongTypeError: not such a state.
             InvalidArgumentError: of another dataset, or of settings with which rows would be lost or repeated.
         """
-        self._loaded = (self._feed.terms().check(state), state)
+        saved = self._feed.terms().check(state)
+        saved.put_generators(self._feed.streams)
+        self._loaded = (saved, state)
 
     @property
     def element_spec(self) -> nest.Nest:
@@ -364,6 +372,7 @@ class DistributedIterator(context.OfStrategy):
         ahead = _ahead(feed, options, self._placement.copies, behind=behind)
         if ahead is not Ahead.NOTHING:
             place = partial(_place_apart, place)
+        self._progress.reads_ahead = ahead is not Ahead.NOTHING
         steps = self._progress.following(self._reading.steps, self._reading.standing)
         self._prefetcher = Prefetcher(steps, place, options.per_replica_buffer_size, ahead)
 

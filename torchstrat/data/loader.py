@@ -60,8 +60,8 @@ from torchstrat.data.own_draws import (
     treats_rows_alone,
 )
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
-from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.sequence import is_stateful, own_state, unmoved
+from torchstrat.data.position import Place, Resume, Stream, generators_now
+from torchstrat.data.sequence import drawing_again, is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files, set_loader_source
 from torchstrat.data.streams import Step
 from torchstrat.data.workers import draw_for_workers, generator_of_workers
@@ -91,7 +91,6 @@ class LoaderSource(Source):
         self.exclusive = loader.persistent_workers
         self._inner: DataLoader[object] | None = None
         self._given = _Requests()
-        self._streams = streams_of(loader)
         self._settled_workers = False
         self._generators: list[RandomGenerator] | None = None
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -101,6 +100,10 @@ class LoaderSource(Source):
                 loader, dataset, generator=generator, collate_fn=collate, **batching
             ),
         )
+
+    @functools.cached_property
+    def streams(self) -> RandomStreams:
+        return self._sequence.streams if self._iterable else streams_of(self.loader, self._owned())
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         if not self.loader.in_order and self.has_workers:
@@ -157,15 +160,15 @@ class LoaderSource(Source):
             own, generator = of_pass.begin_alone(self.pipeline)
             seeds = of_pass.seeds
         read_in = _Reads(own, 0 if resume is None else resume.place.batches, self.pipeline or 0)
-        self._given.begin(_ordering(self.loader, self._streams, resume, opened, read_in), self._between(generator))
+        self._given.begin(_ordering(self.loader, self.streams, resume, opened, read_in), self._between(generator))
         with self._opening(resume), apart(self._copied() if self.pipeline else (), self.pipeline or 0):
             batches = iter(self._inner_loader(generator, collate))
             draws, order = opened[-1]
             draws.begin()
         if resume is not None:
-            RandomStreams((), owned).put(resume.beginning.get("data", {}))
+            RandomStreams((), owned).put(resume.beginning.get("data", {}))  # of a position of version 1
         served = Served(batches if own is None else Leaving(batches, own), order, draws.first_place)
-        beginning = beginning_with(draws.beginning, owned, seeds)
+        beginning = beginning_with(draws.beginning, seeds)
         return Stream(served, served.stand, beginning, here=own is not None)
 
     def _between(self, generator: torch.Generator | None) -> Callable[[], None]:
@@ -182,7 +185,7 @@ class LoaderSource(Source):
         owned = self._owned()
         draws = PassDraws(loader, owned, not by_rows, resume)
         ahead += loader.num_workers * (loader.prefetch_factor or 1)
-        order = IndexOrder(loader, layout.peers, ahead, resume, draws.seeds)
+        order = IndexOrder(loader, layout.peers, ahead, self.streams, resume, draws.seeds)
         counted = Counted(iter(order), order.place_before, auto_collated, order.draws)
         to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated, by_rows) for index in counted)
         with contextlib.nullcontext() if resume is None else spec.undisturbed_randomness():
@@ -199,7 +202,7 @@ class LoaderSource(Source):
         else:
             items = map(_step_of, batches)
         steps = Served(items, counted, order.place_before())
-        beginning = beginning_with(order.beginning, owned, draws.seeds)
+        beginning = beginning_with(order.beginning, draws.seeds)
         return Stream(steps, steps.stand, beginning, here=draws.here), order.prepare
 
     def _splitting(self, layout: InputLayout, compare: bool) -> CollateAndSplit:
@@ -248,7 +251,8 @@ class LoaderSource(Source):
         not to move the streams once more.
         """
         if resume is not None:
-            with spec.undisturbed_randomness():
+            stateful = stateful_part(index_sampler(self.loader))
+            with drawing_again(resume, self.streams if stateful is None else RandomStreams(()), whole=True):
                 yield
         elif self._settled_workers:
             self._settled_workers = False
@@ -261,21 +265,20 @@ class LoaderSource(Source):
         if self._iterable:
             return self._sequence.settings()
         found: dict[str, object] = {"number of rows": len_of(self.loader.dataset), "sampler": sampler_name(self.loader)}
-        return found | {"generators": self._streams.own_kinds}
+        return found | {"generators": RandomStreams((), generators_in(self.loader)).own_kinds}
 
     def between(self) -> dict[str, object]:
         if self._iterable:
             return self._sequence.between()
         stateful = stateful_part(index_sampler(self.loader))
         own = {} if stateful is None else {"own": own_state(stateful)}
-        found = {"streams": self._streams.own_states(), "workers": self._inner is not None, **own}
-        return found | {"data": RandomStreams((), self._owned()).own_states()}
+        return {"workers": self._inner is not None, **own, **generators_now(self.streams)}
 
     def settle(self, between: Mapping[str, Any]) -> None:
         if self._iterable:
             self._sequence.settle(between)
             return
-        self._streams.put(between.get("streams", {}))
+        self.streams.put(between.get("streams", {}))  # of a position of version 1, as the next
         RandomStreams((), self._owned()).put(between.get("data", {}))
         if "own" in between and (stateful := stateful_part(index_sampler(self.loader))) is not None:
             stateful.load_state_dict(between["own"])
@@ -471,7 +474,7 @@ class PassDraws:
         loader: the user's.
         owned: generators that belong to its data set.
         whole: whether every process reads whole batches.
-        resume: where to go on; generators of the data set are put where they stood.
+        resume: where to go on.
     """
 
     def __init__(
@@ -479,7 +482,7 @@ class PassDraws:
     ) -> None:
         self._loader, self._owned, self._whole, self._resume = loader, owned, whole, resume
         beginning = {} if resume is None else resume.beginning
-        RandomStreams((), owned).put(beginning.get("data", {}))
+        RandomStreams((), owned).put(beginning.get("data", {}))  # of a position of version 1
         self._had_own = bool(beginning.get("draws"))
         self._here = loader.num_workers == 0 and not draws_nothing(loader)
         self.seeds: Seeds | None = None
@@ -524,8 +527,7 @@ class PassDraws:
 
 
 def beginning_with(
-    of_order: Callable[[], dict[str, object]], owned: Sequence[RandomGenerator], seeds: Seeds | None = None
+    of_order: Callable[[], dict[str, object]], seeds: Seeds | None = None
 ) -> Callable[[], Mapping[str, object]]:
     """What it takes to draw the order again, and what the data set draws. It outlives the loader's workers."""
-    data = RandomStreams((), owned)
-    return lambda: {**of_order(), "data": data.own_states(), "draws": seeds}
+    return lambda: {**of_order(), "draws": seeds}

@@ -40,9 +40,19 @@ from torchstrat.data.own_draws import (
     seeds_of_pass,
 )
 from torchstrat.data.pipeline import PathLike, Pipeline
-from torchstrat.data.position import Place, Resume, Stream
+from torchstrat.data.position import GENERATORS, Place, Resume, Stream, generators_now
 from torchstrat.data.rows import equal_chunks
-from torchstrat.data.sequence import END, Counting, Stateful, is_stateful, own_state, rows_of, skip, skip_extra
+from torchstrat.data.sequence import (
+    END,
+    Counting,
+    Stateful,
+    drawing_again,
+    is_stateful,
+    own_state,
+    rows_of,
+    skip,
+    skip_extra,
+)
 from torchstrat.data.streams import MARKS, CollateReading, Step, copies, equal_chunk_steps, require_aligned
 from torchstrat.data.workers import Watch, WatchedInWorkers, draw_for_workers, generator_of_workers
 
@@ -287,14 +297,18 @@ class IterableLoader:
         self._stateful: Stateful | None = (
             self._dataset if is_stateful(self._dataset) and workers == 0 and not piped else None
         )
-        owners = (loader,) if workers else (loader, read_by(self._dataset))
-        self._streams = RandomStreams(own=generators_in(*owners))
         self._kept: DataLoader[object] | None = None
         # Of persistent workers: the states from which their seed was drawn, and how often they have started over.
         self._started: dict[str, object] | None = None
         self._passes = 0
         self._again: Resume | None = None
         self._pipeline: int | None = None
+
+    @functools.cached_property
+    def streams(self) -> RandomStreams:
+        """As `Source.streams`."""
+        owners = (self._loader,) if self._loader.num_workers else (self._loader, read_by(self._dataset))
+        return RandomStreams(own=generators_in(*owners))
 
     def open(self, collate: Collate, resume: Resume | None, pipeline: int | None = None) -> Stream[nest.Nest]:
         """The batches as ``collate`` makes them. ``pipeline``: as of `Source`."""
@@ -310,11 +324,12 @@ class IterableLoader:
                 "the data position lies within a batch, where it was saved under another auto_shard_policy: go on "
                 "under that policy until the pass has ended."
             )
-        with spec.undisturbed_randomness():
+        own = self.streams if self._stateful is None else RandomStreams(())
+        with drawing_again(resume, own, whole=self._loader.num_workers > 0):
             return self._open_again(collate, resume)
 
     def _open_new(self, collate: Collate) -> Stream[nest.Nest]:
-        states, passes = self._streams.states(), self._passes_of_dataset()
+        states, passes = self.streams.states(), self._passes_of_dataset()
         if self._persistent:
             if self._started is None:
                 self._started, self._passes = states, passes
@@ -330,10 +345,10 @@ class IterableLoader:
         place, states, passes = resume.place, resume.beginning["streams"], resume.beginning["passes"]
         if self._stateful is not None and place.own is not None:
             self._stateful.load_state_dict(copy.deepcopy(place.own))
-            self._streams.put_shared(states)
+            self.streams.put_shared(states)
             skipped = place.extra
         else:
-            self._streams.put(states)
+            self.streams.put(states)
             skipped = (place.rows or 0) + place.extra
         self._kept = None  # workers that have begun cannot go back
         if self._persistent:
@@ -346,13 +361,13 @@ class IterableLoader:
         elif not self._by_element:
             batches = skip_extra(batches if place.own is not None else skip(batches, place), place)
         if self._loader.num_workers:
-            self._streams.put(resume.beginning["own_now"])
+            self.streams.put(resume.beginning.get("own_now", {}))  # of a position of version 1
         return self._counted(batches, place, states, passes, watched, seeds)
 
     def _ended(self, resume: Resume) -> Stream[nest.Nest]:
         """Nothing is left of this pass; the next one begins as it would have."""
         beginning = resume.beginning
-        between = {"streams": beginning["own_now"], "passes": beginning["passes"] + 1, "own": resume.place.own}
+        between = {"passes": beginning["passes"] + 1, "own": resume.place.own} | _generators_then(beginning)
         self.settle(between | ({"started": beginning["streams"]} if self._persistent else {}))
         return _stream(iter(()), resume.place, lambda place, _: place, lambda: dict(beginning))
 
@@ -446,7 +461,7 @@ class IterableLoader:
             return Place(place.batches + 1, self._rows_after(place, batch), own=own_state(self._stateful), ended=ended)
 
         def beginning() -> dict[str, object]:
-            return {"streams": states, "passes": passes, "own_now": self._streams.own_states(), "draws": seeds}
+            return {"streams": states, "passes": passes, "draws": seeds, **generators_now(self.streams)}
 
         return _stream(batches, first, after, beginning, here=seeds is not None)
 
@@ -480,7 +495,7 @@ class IterableLoader:
         return found | ({"batch_size": self._loader.batch_size} if self._by_turns else {})
 
     def between(self) -> dict[str, object]:
-        found: dict[str, object] = {"streams": self._streams.own_states(), "passes": self._passes_of_dataset()}
+        found: dict[str, object] = {"passes": self._passes_of_dataset(), **generators_now(self.streams)}
         if self._stateful is not None:
             found["own"] = own_state(self._stateful)
         if self._started is not None:
@@ -491,12 +506,20 @@ class IterableLoader:
         if self._stateful is not None and "own" in between:
             self._stateful.load_state_dict(copy.deepcopy(between["own"]))
         else:
-            self._streams.put(between.get("streams", {}))
+            self.streams.put(between.get("streams", {}))  # of a position of version 1
         if "started" in between and self._persistent:
-            beginning = {"streams": between["started"], "passes": between["passes"], "own_now": between["streams"]}
+            beginning = _generators_then(between) | {"streams": between["started"], "passes": between["passes"]}
             self._again = Resume(Place(), beginning)
         elif self._ours is not None:
             self._ours.passes = between.get("passes", 0)
+
+
+def _generators_then(saved: Mapping[str, object]) -> dict[str, object]:
+    """Where the generators stood: what is of a pass in what is between two, and the other way round."""
+    if GENERATORS in saved:
+        return {GENERATORS: saved[GENERATORS]}
+    now = saved.get("own_now", saved["streams"])  # version 1 has them under the first name of a pass
+    return {"streams": now, "own_now": now}
 
 
 def _stream(

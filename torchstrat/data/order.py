@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,10 +37,9 @@ from torch.utils.data import (
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.randomness import RandomGenerator, RandomStreams, generators_in, state_of
-from torchstrat.data import spec
 from torchstrat.data.own_draws import CommonDraws, Seeds, generators_of_data
-from torchstrat.data.position import Place, Resume
-from torchstrat.data.sequence import Stateful, is_stateful, own_state
+from torchstrat.data.position import Place, Resume, generators_now
+from torchstrat.data.sequence import Stateful, drawing_again, is_stateful, own_state
 
 T = TypeVar("T")
 Index = Any
@@ -90,7 +90,7 @@ class Draws:
         streams: what it may draw from.
         grouped: whether an index is a batch of rows, as a batch sampler's is.
         resume: where to go on; None: at the beginning. `begin`, or else the first draw, then repeats what was drawn,
-            and leaves the shared random streams as they are.
+            and leaves the random streams as they are.
 
     Raises:
         InvalidArgumentError: in `begin`: the sampler drew something else than it had in the run that was saved.
@@ -103,8 +103,10 @@ class Draws:
         """After each batch that was drawn and has not been counted yet, with whether it was the last; None for a
         sampler without ``state_dict()``."""
         self._ended = False
+        self._drawing = threading.RLock()  # which may be in another thread, while this one saves where it stands
         self._at_first: dict[str, object] | None = None
         self._drawn, self._drawn_again = 0, 0
+        self._is_exhausted = False  # asked for more than there is: with that, too, torch's own draw
         self.first_place = Place(own=self.own_state()) if resume is None else resume.place
         """Before the first batch. Known only after `begin`, where a pass goes on."""
         # Two moments: some samplers draw when they are opened, others when they are first asked, and in between a
@@ -116,16 +118,23 @@ class Draws:
         return self
 
     def __next__(self) -> Index:
-        self.begin()
-        if self._at_first is None:
-            self._at_first = self._streams.states()
-        index = next(self._batches)
-        if self._grouped and not hasattr(index, "__len__"):
-            index = list(index)  # it is looked at twice: here, and by who fetches the rows
-        self._drawn += len(rows_named(index, self._grouped))
-        if self.own_states is not None:
-            self.own_states.append((self.own_state(), self._ended))
-        return index
+        with self._drawing:
+            self.begin()
+            if self._at_first is None:
+                self._at_first = self._streams.states()
+            try:
+                index = next(self._batches)
+            except StopIteration:
+                self._is_exhausted = True
+                raise
+            if self._grouped and not hasattr(index, "__len__"):
+                index = list(index)  # it is looked at twice: here, and by who fetches the rows
+            count = len(rows_named(index, self._grouped))
+            self._drawn += count
+            self._is_exhausted = type(self._sampler) is BatchSampler and count < self._sampler.batch_size
+            if self.own_states is not None:
+                self.own_states.append((self.own_state(), self._ended))
+            return index
 
     def _opened(self) -> Iterator[Index]:
         """The sampler's batches. One that knows where it stands may begin anew with its end, within the last batch."""
@@ -139,18 +148,22 @@ class Draws:
 
     def beginning(self) -> dict[str, object]:
         """What it takes to draw all of this again."""
-        if self._resume is not None:
-            return dict(self._resume.beginning)
-        first = self._streams.own_states() if self._at_first is None else self._at_first
-        drawn = -1 if self._at_first is None else max(self._drawn, self._drawn_again)
-        return {"at_opening": self._at_opening, "at_first": first, "drawn": drawn}
+        with self._drawing:
+            if self._resume is not None:
+                now = generators_now(self._streams) if self._resume.is_settled else {}
+                return {**self._resume.beginning, **now}
+            first = self._streams.own_states() if self._at_first is None else self._at_first
+            drawn = -1 if self._at_first is None else max(self._drawn, self._drawn_again)
+            found = {"at_opening": self._at_opening, "at_first": first, "drawn": drawn}
+            return {**found, "exhausted": self._is_exhausted, **generators_now(self._streams)}
 
     def begin(self) -> None:
         """Go to where ``resume`` says, if it does; once."""
         resume, self._resume = self._resume, None
         if resume is None:
             return
-        with spec.undisturbed_randomness():
+        own = self._streams if self._stateful is None else RandomStreams(())
+        with drawing_again(resume, own, whole=True):
             if self._stateful is not None:
                 self._load(resume)
             elif resume.beginning["drawn"] < 0:
@@ -184,13 +197,14 @@ class Draws:
         self._at_first = resume.beginning["at_first"]
         self._drawn_again = resume.beginning["drawn"]
         count, extra, drawn = resume.place.rows or 0, resume.place.extra, resume.beginning["drawn"]
+        self._is_exhausted = resume.beginning.get("exhausted", False)
         if type(self._sampler) is BatchSampler:
             # Row by row, so that batches of another size begin with the next row.
             self._streams.put(self._at_first)
             rows = iter(self._sampler.sampler)
             self._require_same(_skip_rows(rows, count, 0), resume)
             skipped = _skip_rows(rows, extra, resume.place.order)
-            ahead = list(itertools.islice(rows, max(0, drawn - count - extra)))
+            ahead = list(itertools.islice(rows, None if self._is_exhausted else max(0, drawn - count - extra)))
             rest: Any = itertools.chain(ahead, rows)
             self._batches = iter(BatchSampler(rest, self._sampler.batch_size, self._sampler.drop_last))
         else:
@@ -202,7 +216,7 @@ class Draws:
             batches = itertools.chain(left, batches)
             skipped, kept = _skip_batches(batches, extra, self._grouped, resume.place.order)
             reached = count + extra + sum(len(index) for index in kept)
-            while reached < drawn and (more := list(itertools.islice(batches, 1))):
+            while (reached < drawn or self._is_exhausted) and (more := list(itertools.islice(batches, 1))):
                 kept += more
                 reached += len(rows_named(more[0], self._grouped))
             self._batches = itertools.chain(kept, batches)
@@ -309,13 +323,16 @@ def index_sampler(loader: DataLoader[object]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def streams_of(loader: DataLoader[object]) -> RandomStreams:
-    """What the loader's sampler may draw from. Torch's own samplers have one stream each; any other may use all."""
+def streams_of(loader: DataLoader[object], owned: Sequence[RandomGenerator]) -> RandomStreams:
+    """What the loader's sampler may draw from, and the generators that are ``owned`` by its data set. Torch's own
+    samplers have one stream each; any other may use all."""
     own = _own_sampler(index_sampler(loader))
+    found = [*generators_in(loader), *([] if own is not None else _generators_of(loader)), *owned]
+    generators = list({id(one): one for one in found}.values())
     if own is None:
-        return RandomStreams(own=generators_in(loader))
+        return RandomStreams(own=generators)
     default = type(own) is not SequentialSampler and getattr(own, "generator", None) is None
-    return RandomStreams(("torch",) if default else (), generators_in(loader))
+    return RandomStreams(("torch",) if default else (), generators)
 
 
 def sampler_name(loader: DataLoader[object]) -> str:
@@ -372,6 +389,7 @@ class IndexOrder:
         loader: this rank's loader, of equal settings on every rank.
         communicator: the way to the others.
         ahead: how many batches beyond the current step this rank may ask for.
+        streams: what drawing the order may draw from on this rank.
         resume: where to go on, equal on every rank; None: at the beginning.
         seeds: of what this rank's data set draws in this pass, for `seeds`.
 
@@ -384,6 +402,7 @@ class IndexOrder:
         loader: DataLoader[object],
         communicator: Communicator,
         ahead: int,
+        streams: RandomStreams,
         resume: Resume | None = None,
         seeds: Seeds | None = None,
     ) -> None:
@@ -418,7 +437,7 @@ class IndexOrder:
         self._common = CommonDraws([] if self._replay else _generators_of(loader))
 
         def open_draws() -> list[Index]:
-            self.draws = Draws(sampler, streams_of(loader), loader.batch_sampler is not None, resume)
+            self.draws = Draws(sampler, streams, loader.batch_sampler is not None, resume)
             return []
 
         if self._replay:

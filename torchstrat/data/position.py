@@ -6,6 +6,9 @@ thread, is read again after a restore. A position is counted in rows of the orde
 that it means the same for another batch size and another number of replicas. It consists of numbers, strings, tensors
 and lists of numbers, and does not grow with the dataset: what a sampler drew is not saved but drawn again, from the
 random states of the beginning of the pass.
+
+Generators of the user's own, which other datasets may draw from as well, are put where they stood when the position was
+saved, as soon as it is loaded. What is drawn again later leaves them where they are then.
 """
 
 from __future__ import annotations
@@ -18,12 +21,17 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torchstrat.core import nest
 from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, WrongTypeError
+from torchstrat.core.randomness import RandomStreams
 from torchstrat.data.options import AutoShardPolicy
 from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps, require_aligned
 
 T_co = TypeVar("T_co", covariant=True)
-VERSION = 1
+VERSION = 2
 _KEYS = {"version", "under_way", "reads", "policy", "pipelines", "steps", "cycle", "streams"}
+GENERATORS = "generators"
+"""In what a pass, or the next one, depends on: where the generators of the user's objects stand. Since version 2."""
+AHEAD = "ahead"
+"""Beside it: whether these may have moved for batches that have not been handed out."""
 
 
 class Place(NamedTuple):
@@ -48,6 +56,11 @@ class Resume:
 
     place: Place
     beginning: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether generators of the user's objects stood where they had to when the position had been loaded."""
+        return GENERATORS in self.beginning
 
 
 @dataclass(frozen=True)
@@ -148,13 +161,56 @@ class Saved:
     """Of the pass under way, by pipeline."""
     between: Mapping[int, Mapping[str, object]]
     """Between two passes: what each pipeline's next one depends on."""
+    generators: Mapping[int, Mapping[str, object]]
+    """Where those of the user's objects stood, by pipeline. Empty in version 1."""
+
+    def put_generators(self, streams: Mapping[int, RandomStreams]) -> None:
+        """Bring those of the user's objects, by pipeline, to where they stood.
+
+        Raises:
+            InvalidArgumentError: others than there were, within a pass. Nothing has been moved.
+        """
+        stood = self.generators
+        found = [(one, stood[number if number in stood else 0]) for number, one in streams.items() if stood]
+        for one, states in found:
+            if self.under_way and states["kinds"] != one.own_kinds:
+                raise InvalidArgumentError(
+                    "the data position is of a dataset that draws from other generators of its own: they were "
+                    f"{states['kinds']} when it was saved and are {one.own_kinds} here. Within a pass these must be as "
+                    "they were: give the dataset of the run that saved it, or leave the position out of what is "
+                    "restored to start the pass over."
+                )
+        for one, states in found:
+            if states["kinds"] == one.own_kinds:
+                one.put(states)
+
+    def streams_now(self, streams: Mapping[int, RandomStreams], peers: Communicator | None) -> dict[str, object]:
+        """The streams of a state that has not been gone on with yet, though other datasets may have moved generators.
+        With ``peers``, every process calls it, and all return the same."""
+        found, own = dict[str, object](), dict[str, object]()
+        for number in self.streams if self.under_way else self.between:
+            is_here = number in streams and number in self.generators
+            now = generators_now(streams[number]) if is_here else {}
+            one: dict[str, object] = {**self.between.get(number, {}), **now}
+            if self.under_way:
+                resume = self.streams[number]
+                one = stream_state(resume.place, {**resume.beginning, **now}, self.settings[number])
+            found[str(number)] = one
+            if is_here and (self.pipelines > 1 or peers is None or peers.rank == 0):
+                own[str(number)] = one
+        steps = self.steps if self.under_way else -1
+        return {**found, **(own if peers is None else _gathered(peers, own, steps, None))}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Saved:
         found: dict[int, Resume] = {}
         settings: dict[int, Mapping[str, object]] = {}
         between: dict[int, Mapping[str, object]] = {}
+        generators: dict[int, Mapping[str, object]] = {}
         for number, stream in state["streams"].items():
+            dependent = stream["beginning"] if state["under_way"] else stream
+            if GENERATORS in dependent:
+                generators[int(number)] = dependent[GENERATORS]
             if state["under_way"]:
                 found[int(number)] = Resume(Place(**stream["place"]), stream["beginning"])
                 settings[int(number)] = stream["settings"]
@@ -170,7 +226,13 @@ class Saved:
             tuple(state["cycle"]),
             found,
             between,
+            generators,
         )
+
+
+def generators_now(streams: RandomStreams) -> dict[str, object]:
+    """The entry of a position that says where the generators of the user's objects stand."""
+    return {GENERATORS: {"kinds": streams.own_kinds, **streams.own_states()}}
 
 
 def stream_state(place: Place, beginning: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
@@ -311,6 +373,7 @@ class Progress:
         self.pipelines = pipelines
         self.steps = standing.steps_before
         self.ended = False
+        self.reads_ahead = False
         self._places = standing.before()
         self._pulled = self._at_end = self._places
         self._made: deque[Places] = deque()
@@ -346,7 +409,9 @@ class Progress:
         """The state of this process's streams."""
         same = next(iter(settings.values()))  # of one dataset, whoever had which part of it
         return {
-            str(number): stream_state(place, self._beginnings[number](), settings.get(number, same))
+            str(number): stream_state(
+                place, {**self._beginnings[number](), AHEAD: self.reads_ahead}, settings.get(number, same)
+            )
             for number, place in self._places.items()
         }
 

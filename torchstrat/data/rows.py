@@ -27,7 +27,7 @@ import torch
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import ragged_dim
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, TorchstratError, WrongTypeError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.data.marks import (
     Along,
@@ -391,3 +391,32 @@ def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
     leaf = leaf.to_dense().contiguous()
     yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
     yield bytes_of(leaf).numpy().tobytes()
+
+
+def is_batch(item: nest.Nest) -> bool:
+    """Whether an item can be a batch: strings may be in a list, numbers there are an example's as likely."""
+    try:
+        leaves = row_leaves(item)
+    except TorchstratError:
+        return False
+    texts = (isinstance(row, str | bytes) for leaf in leaves if is_row_list(leaf) for row in leaf)
+    tells = any(is_array(leaf) or isinstance(leaf, Marked) for leaf in leaves)
+    return tells and all(texts) and common_rows(item) is not None
+
+
+def holds_arrays(batch: nest.Nest) -> bool:
+    """Whether anything in a batch can be cut into rows."""
+    if is_container(batch) and not is_row_list(batch):
+        return any(holds_arrays(child) for child in children(batch))
+    return (
+        isinstance(batch, Marked)
+        or is_array(batch)
+        or hasattr(batch, "dtype")
+        or (is_row_list(batch) and isinstance(batch[0], str))
+    )
+
+
+def only_arrays(value: object) -> bool:
+    """Whether a nest has arrays, and nothing else."""
+    leaves = nest.flatten(value)
+    return bool(leaves) and all(is_array(leaf) for leaf in leaves)

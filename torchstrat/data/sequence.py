@@ -18,7 +18,7 @@ from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
-from torchstrat.data.position import Place, Resume, Stream
+from torchstrat.data.position import AHEAD, Place, Resume, Stream, generators_now
 
 END: Final = object()
 
@@ -58,7 +58,25 @@ def in_sequence(
         states, place = resume.beginning["streams"], resume.place
         batches = _read_again(read, resume, streams, stateful)
     counted = sequentially(batches, place, stateful)
-    return Stream(counted, counted.stand, lambda: {"streams": states, "own_now": streams.own_states()})
+    return Stream(counted, counted.stand, lambda: {"streams": states, **generators_now(streams)})
+
+
+@contextlib.contextmanager
+def drawing_again(resume: Resume, streams: RandomStreams, whole: bool = False) -> Iterator[None]:
+    """Around what the run that is gone on with has drawn already: random streams are as they were after it.
+
+    Args:
+        resume: of a position; one that does not say where generators of the user's objects stood leaves them as they
+            are then.
+        streams: with these generators.
+        whole: whether also what was read ahead is drawn again, and kept. Where it is not, it is drawn once more later,
+            so generators that may have moved for it stay where that begins.
+    """
+    own = streams.own_states()
+    with spec.undisturbed_randomness():
+        yield
+    if resume.is_settled and (whole or not resume.beginning.get(AHEAD, False)):
+        streams.put(own)
 
 
 def own_state(stateful: Stateful | None) -> object:
@@ -78,9 +96,9 @@ def unmoved(stateful: Stateful | None) -> Iterator[None]:
 def _read_again(
     read: Callable[[], Iterator[nest.Nest]], resume: Resume, streams: RandomStreams, stateful: Stateful | None
 ) -> Iterator[nest.Nest]:
-    with spec.undisturbed_randomness():
+    with drawing_again(resume, streams if stateful is None else RandomStreams(())):
         if resume.place.ended:
-            streams.put(resume.beginning["own_now"])
+            streams.put(resume.beginning.get("own_now", {}))  # of a position of version 1
             if stateful is not None:
                 stateful.load_state_dict(copy.deepcopy(resume.place.own))  # where its next pass begins
             return iter(())

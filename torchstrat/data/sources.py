@@ -19,14 +19,29 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchstrat.core import nest
 from torchstrat.core._torch_private import iterates_as_torch_does
 from torchstrat.core.engine import Communicator, InputLayout
-from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.randomness import RandomStreams, generators_in
 from torchstrat.data import rows, spec
-from torchstrat.data.marks import Marked, children, is_container
-from torchstrat.data.own_draws import Continuing, Seeds, Watched, draws_without_loader, stream_seed
+from torchstrat.data.own_draws import (
+    Continuing,
+    Seeds,
+    Watched,
+    draws_without_loader,
+    generators_of_data,
+    stream_seed,
+)
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
-from torchstrat.data.position import Place, Resume, Stream
-from torchstrat.data.sequence import Stateful, in_sequence, is_stateful, sequentially, skip, skip_extra, unmoved
+from torchstrat.data.position import Place, Resume, Stream, generators_now
+from torchstrat.data.sequence import (
+    Stateful,
+    drawing_again,
+    in_sequence,
+    is_stateful,
+    sequentially,
+    skip,
+    skip_extra,
+    unmoved,
+)
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.data.workers import ReadByItself, loaders_in
 
@@ -76,6 +91,12 @@ class Source(ABC):
         """Whether reading it in this process may draw from the process's random streams."""
         return not self.has_workers
 
+    @functools.cached_property
+    def streams(self) -> RandomStreams:
+        """What its order depends on, with the generators of the user's objects that reading it in this process may draw
+        from."""
+        return RandomStreams(())
+
     def agree(self, peers: Communicator | None) -> None:  # noqa: B027 - most sources choose nothing
         """Take over rank 0's random choices for the next `open`. Every process calls it right before that."""
 
@@ -85,7 +106,8 @@ class Source(ABC):
         read as they are asked for, but for those that have to be read and dropped to get there.
 
         Going on leaves the process's shared random streams where they were: they have been restored by whoever
-        restored the position, or are not to be.
+        restored the position, or are not to be. So it leaves the generators of `streams`, which loading has put in
+        place; of a position of version 1 they are put in place here.
         """
 
     def open_to_cut(self, resume: Resume | None = None) -> Stream[nest.Nest]:
@@ -171,6 +193,10 @@ class PipelineSource(Source):
     def draws(self) -> bool:
         return bool(self.data.functions)
 
+    @functools.cached_property
+    def streams(self) -> RandomStreams:
+        return RandomStreams((), generators_of_data(self.data, None) if self.data.functions else ())
+
     def agree(self, peers: Communicator | None) -> None:
         if peers is not None and self.data.needs_seed:
             self._agreed_seed = peers.broadcast_object(draw_seed(), 0, "the seed of a shuffled dataset")
@@ -191,9 +217,12 @@ class PipelineSource(Source):
             alike = place.rows is None or resume.beginning["global_batch"] == beginning["global_batch"]
             if not alike:
                 beginning["global_batch"] = _MIXED
-            batches = self._read_on(read, place, by_batches=alike)
+            with drawing_again(resume, self.streams):
+                batches = self._read_on(read, place, by_batches=alike)
         counted = sequentially(batches, place)
-        return Stream(counted, counted.stand, lambda: beginning, here=seeds is not None)
+        return Stream(
+            counted, counted.stand, lambda: {**beginning, **generators_now(self.streams)}, here=seeds is not None
+        )
 
     def _reading(self, view: View, resume: Resume | None) -> tuple[Callable[[int], Iterator[nest.Nest]], Seeds | None]:
         """What reads the batches from one on; with the seeds of what is drawn for this pipeline, if that is so."""
@@ -214,9 +243,8 @@ class PipelineSource(Source):
     ) -> Iterator[nest.Nest]:
         if place.ended:
             return iter(())
-        with spec.undisturbed_randomness():
-            batches = read(place.batches if by_batches else 0)
-            return skip_extra(batches if by_batches else skip(batches, place), place)
+        batches = read(place.batches if by_batches else 0)
+        return skip_extra(batches if by_batches else skip(batches, place), place)
 
     def settings(self) -> dict[str, object]:
         root: object = self.data
@@ -225,7 +253,7 @@ class PipelineSource(Source):
         return {"dataset": type(root).__name__} | ({"its rows": len(root)} if hasattr(root, "__len__") else {})
 
     def between(self) -> dict[str, object]:
-        return {"passes": self.passes}
+        return {"passes": self.passes, **generators_now(self.streams)}
 
     def settle(self, between: Mapping[str, Any]) -> None:
         self.passes = between.get("passes", 0)
@@ -265,7 +293,7 @@ class ListSource(Source):
     def __init__(self, batches: Sequence[nest.Nest]) -> None:
         self._batches = batches
         self.cardinality = len(batches)
-        if batches and not _holds_arrays(batches[0]):
+        if batches and not rows.holds_arrays(batches[0]):
             raise WrongTypeError(
                 f"a {type(batches).__name__} of {type(batches[0]).__name__} is no dataset: give a sequence of batches, "
                 "each a tensor, an array, or a list, tuple or dict of them."
@@ -278,7 +306,7 @@ class ListSource(Source):
         if not self._batches:
             raise InvalidArgumentError("element_spec of an empty sequence of batches is not known.")
         specs = [spec.spec_of(rows.to_tensors(batch), rows_fixed=False) for batch in self._batches]
-        return nest.map_structure(_widest, *specs)
+        return nest.map_structure(spec.widest, *specs)
 
     def check_splittable(self) -> None:
         if self._batches:
@@ -300,13 +328,16 @@ class IterableSource(Source):
         self._used = False
         self.declared_batch = _whole(getattr(iterable, "batch_size", None))
         self.cardinality = _length(iterable)
-        self._streams = RandomStreams(own=generators_in(iterable))
         self._stateful: Stateful | None = iterable if is_stateful(iterable) else None
         self._passes = 0
 
+    @functools.cached_property
+    def streams(self) -> RandomStreams:
+        return RandomStreams(own=generators_in(self._iterable))
+
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         if self.pipeline is None or not self.sharded:
-            return in_sequence(self._watched, resume, self._streams, self._stateful)
+            return in_sequence(self._watched, resume, self.streams, self._stateful)
         beginning = {} if resume is None else resume.beginning
         pipeline, passes = self.pipeline, beginning.get("passes", self._passes)
         own, seeds = draws_without_loader(self._data, beginning)
@@ -315,7 +346,7 @@ class IterableSource(Source):
         def read() -> Iterator[nest.Nest]:
             return Continuing(self._read(), own, passes, pipeline)
 
-        found = in_sequence(read, resume, self._streams, self._stateful)
+        found = in_sequence(read, resume, self.streams, self._stateful)
         seeded = {"draws": seeds, "passes": passes}
         return replace(found, beginning=lambda: {**found.beginning(), **seeded}, here=True)
 
@@ -335,14 +366,14 @@ class IterableSource(Source):
 
     def between(self) -> dict[str, object]:
         own = {} if self._stateful is None else {"own": self._stateful.state_dict()}
-        return {"streams": self._streams.own_states(), "passes": self._passes, **own}
+        return {"passes": self._passes, **own, **generators_now(self.streams)}
 
     def settle(self, between: Mapping[str, Any]) -> None:
         self._passes = between.get("passes", 0)
         if self._stateful is not None and "own" in between:
             self._stateful.load_state_dict(between["own"])
         else:
-            self._streams.put(between.get("streams", {}))
+            self.streams.put(between.get("streams", {}))  # of a position of version 1
 
     def _read(self) -> Iterator[nest.Nest]:
         if self._once is None:
@@ -386,6 +417,10 @@ class MapSource(Source):
         self._split = True
         _warn_of_items(type(self._dataset).__qualname__)
 
+    @functools.cached_property
+    def streams(self) -> RandomStreams:
+        return RandomStreams((), generators_of_data(self._dataset, None))
+
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         place = Place() if resume is None else resume.place
         beginning = {} if resume is None else resume.beginning
@@ -394,7 +429,10 @@ class MapSource(Source):
         self._passes = passes + 1
         batches = map(read, range(place.batches, len(self._dataset)))
         counted = sequentially(skip_extra(batches, place), place)
-        return Stream(counted, counted.stand, lambda: {"draws": seeds, "passes": passes}, here=seeds is not None)
+        seeded = {"draws": seeds, "passes": passes}
+        return Stream(
+            counted, counted.stand, lambda: {**seeded, **generators_now(self.streams)}, here=seeds is not None
+        )
 
     def _reading(self, passes: int, beginning: Mapping[str, object]) -> tuple[Callable[[int], nest.Nest], Seeds | None]:
         """What reads a batch; with the seeds of what is drawn for this pipeline, if that is so."""
@@ -413,14 +451,14 @@ class MapSource(Source):
         return read, seeds
 
     def between(self) -> dict[str, object]:
-        return {"passes": self._passes}
+        return {"passes": self._passes, **generators_now(self.streams)}
 
     def settle(self, between: Mapping[str, Any]) -> None:
         self._passes = between.get("passes", 0)
 
     def _batch(self, index: int) -> nest.Nest:
         batch = rows.to_tensors(self._dataset[index])
-        if self._split and not _is_batch(batch):
+        if self._split and not rows.is_batch(batch):
             raise WrongTypeError(
                 f"item {index} of {type(self._dataset).__qualname__} is no batch of tensors with equally many rows, "
                 "and each item of a map-style data set is taken for a global batch, to be split over the replicas. "
@@ -449,17 +487,6 @@ def _warn_of_items(name: str) -> None:
         "single examples, give a DataLoader(dataset, batch_size=<global batch>).",
         name,
     )
-
-
-def _is_batch(item: nest.Nest) -> bool:
-    """Whether an item can be a batch: strings may be in a list, numbers there are an example's as likely."""
-    try:
-        leaves = rows.row_leaves(item)
-    except TorchstratError:
-        return False
-    texts = (isinstance(row, str | bytes) for leaf in leaves if rows.is_row_list(leaf) for row in leaf)
-    tells = any(rows.is_array(leaf) or isinstance(leaf, Marked) for leaf in leaves)
-    return tells and all(texts) and rows.common_rows(item) is not None
 
 
 class ForeignFileSource(IterableSource):
@@ -518,7 +545,7 @@ def make_source(dataset: object) -> Source:
         return ForeignFileSource(dataset)
     if isinstance(dataset, IterableDataset):
         return IterableSource(dataset)
-    if rows.is_array(dataset) or (isinstance(dataset, Mapping | tuple) and _only_arrays(dataset)):
+    if rows.is_array(dataset) or (isinstance(dataset, Mapping | tuple) and rows.only_arrays(dataset)):
         return PipelineSource(ArrayDataset(dataset))
     if isinstance(dataset, list | tuple):
         return ListSource(dataset)
@@ -554,27 +581,6 @@ def refuse_distributed(dataset: object) -> None:
             f"the dataset is distributed already: distribute_dataset needs the one it was made from, and got a "
             f"{type(dataset).__name__}. Distribute once, and iterate over that as it is."
         )
-
-
-def _holds_arrays(batch: nest.Nest) -> bool:
-    if is_container(batch) and not rows.is_row_list(batch):
-        return any(_holds_arrays(child) for child in children(batch))
-    return (
-        isinstance(batch, Marked)
-        or rows.is_array(batch)
-        or hasattr(batch, "dtype")
-        or (rows.is_row_list(batch) and isinstance(batch[0], str))
-    )
-
-
-def _only_arrays(value: object) -> bool:
-    leaves = nest.flatten(value)
-    return bool(leaves) and all(rows.is_array(leaf) for leaf in leaves)
-
-
-def _widest(first: spec.TensorSpec, *others: spec.TensorSpec) -> spec.TensorSpec:
-    shapes = zip(*(leaf.shape for leaf in (first, *others)), strict=True)
-    return spec.TensorSpec(tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), first.dtype)
 
 
 def _whole(value: object) -> int | None:

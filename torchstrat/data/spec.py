@@ -92,6 +92,12 @@ def batched(spec: nest.Nest, rows: int | None) -> nest.Nest:
     return nest.map_structure(lambda leaf: TensorSpec((rows, *leaf.shape), leaf.dtype), spec)
 
 
+def widest(first: TensorSpec, *others: TensorSpec) -> TensorSpec:
+    """The spec that holds for all of these."""
+    shapes = zip(*(leaf.shape for leaf in (first, *others)), strict=True)
+    return TensorSpec(tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), first.dtype)
+
+
 def per_replica(spec: nest.Nest, rows_of: Callable[[int | None], int | None], count: int) -> nest.Nest:
     """``spec`` of a global batch as the specs of ``count`` replicas; ``rows_of`` maps its rows to a replica's."""
 
