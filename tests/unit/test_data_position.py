@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -247,6 +248,43 @@ class MapOfNoise(MapOfBatches):
         return super().__getitem__(index) + self.noise.random()
 
 
+class Shuffled(IterableDataset[Any]):
+    """A stage of a pipeline, around which there are others."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.rng = rows, random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(self.rows), self.rows))
+
+
+class Mapped(IterableDataset[Any]):
+    def __init__(self, rows: int = N) -> None:
+        self.inner = Shuffled(rows)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(torch.tensor, self.inner)
+
+
+class AroundALoader:
+    def __init__(self) -> None:
+        self.loader = DataLoader(ChainDataset([Mapped()]), 4)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+class ByPass(IterableDataset[Any]):
+    """Shuffles by a number that only it knows of."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        return map(torch.tensor, random.Random(self.passes).sample(range(N), N))
+
+
 def shuffled() -> Any:
     return data.ArrayDataset(torch.arange(N)).shuffle(7)
 
@@ -255,6 +293,13 @@ def hinted_loader() -> DataLoader[Any]:
     rows: Any = shuffled().shard(data.SHARD_HINT, data.SHARD_HINT)
     rows.auto_shard_policy = "HINT"
     return DataLoader(rows, 4)
+
+
+def iter_anew(loader: DataLoader[Any]) -> Any:
+    """An own iterable over a loader."""
+    wrapper = AroundALoader()
+    wrapper.loader = loader
+    return wrapper
 
 
 LOADERS: dict[str, Make] = {
@@ -268,6 +313,9 @@ SEQUENCES: dict[str, Make] = {
     "stateful iterable": lambda: DataLoader(StatefulStream(), 4),
     "stateful iterable of batches": StatefulStream,
     "shuffled batches": ShuffledBatches,
+    "a stage of a stage": lambda: DataLoader(Mapped(), 4),
+    "around a loader": AroundALoader,
+    "around a loader with a generator": lambda: iter_anew(ORDERS["generator"](Numbers(N))),
     "batches in a list": lambda: list(torch.arange(N).split(4)),
     "map-style batches": MapOfBatches,
     "arrays": lambda: torch.arange(2 * N).reshape(N, 2),
@@ -302,6 +350,7 @@ OF_WORKERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "generator": lambda **more: ORDERS["shuffle"](Numbers(N), generator=own_generator(), num_workers=1, **more),
     "eager": lambda **more: ORDERS["eager sampler"](Numbers(N), num_workers=1, prefetch_factor=3, **more),
     "a stream that workers split": lambda **more: DataLoader(Stream(), 4, num_workers=2, **more),
+    "a stage of a stage": lambda **more: DataLoader(Mapped(), 4, num_workers=1, **more),
     "a pipeline that workers split": lambda **more: DataLoader(shuffled(), 4, num_workers=2, **more),
 }
 WORKER_CUTS = [
@@ -309,6 +358,7 @@ WORKER_CUTS = [
     *itertools.product(
         ["a stream that workers split", "a pipeline that workers split"], [(1, 2)], [1, 2], [False, True]
     ),
+    *itertools.product(["a stage of a stage"], [(1, 2)], [1, 2], [False]),
     *itertools.product(["shuffle"], [BETWEEN_PASSES], [2], [False, True]),
 ]
 WORKERS_IN_EVERY_RUN = [
@@ -320,6 +370,7 @@ WORKERS_IN_EVERY_RUN = [
     ("eager", (0, 2), 1, True),
     ("a stream that workers split", (1, 2), 1, True),
     ("a pipeline that workers split", (1, 2), 2, False),
+    ("a stage of a stage", (1, 2), 2, False),
     ("shuffle", BETWEEN_PASSES, 2, False),
     ("shuffle", BETWEEN_PASSES, 2, True),
 ]
@@ -767,6 +818,26 @@ def test_a_sampler_that_does_not_repeat_itself_is_refused_before_anything_is_rea
         iter(dataset)
     assert rows.fetched == []
     assert dataset.state_dict() == state
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(ByPass(), 4),
+        lambda: DataLoader(ByPass(), 4, num_workers=1),
+        lambda: DataLoader(ByPass(), 4, num_workers=1, persistent_workers=True),
+        lambda: iter_anew(DataLoader(ByPass(), 4)),
+    ],
+)
+def test_a_sequence_that_does_not_repeat_itself_is_refused(make: Make, replicas: int) -> None:
+    """Those whose workers begin anew with each pass do repeat it."""
+    try:
+        require_undisturbed(of(make), (1, replicas), (1, 2))
+    except InvalidArgumentError as error:
+        assert "does not read again what it read before" in str(error)  # noqa: PT017 - or it goes on rightly
+    else:
+        assert (make().num_workers, make().persistent_workers) == (1, False)
 
 
 def test_a_shorter_sequence_is_refused() -> None:

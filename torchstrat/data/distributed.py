@@ -249,7 +249,7 @@ class DistributedDataset(context.OfStrategy):
         Not part of a position: numbers that a map-style dataset draws within data-loading workers (those start with a
         new seed), and those that it draws here for a batch that was read one step ahead to be copied to an accelerator.
         An own sampler or an iterable that draws from the process's random streams has to be the only one to do so
-        during a pass; for samplers this is checked.
+        during a pass. Whether samplers draw the same again is checked, and whether iterables begin with the same.
 
         With several processes all of them call it, with the same state. Nothing is read before the next ``iter()``.
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_
 from torchstrat.core import nest
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.core.randomness import RandomStreams, generators_in
+from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
 from torchstrat.data.marks import with_same_of
 from torchstrat.data.order import Index
@@ -35,6 +35,7 @@ from torchstrat.data.own_draws import (
     Watched,
     apart,
     generators_of_data,
+    generators_of_stream,
     leave_for_next_pass,
     next_of,
     seeds_of_pass,
@@ -45,11 +46,13 @@ from torchstrat.data.rows import equal_chunks
 from torchstrat.data.sequence import (
     END,
     Counting,
+    FirstItems,
     Stateful,
     drawing_again,
     is_stateful,
     own_state,
     rows_of,
+    shown_batch,
     skip,
     skip_extra,
 )
@@ -211,24 +214,39 @@ class _From(IterableDataset[object]):
     """The elements of a dataset after the first ``skipped``, which are read and dropped: at once, by ``iter``, or when
     the first element is asked for."""
 
-    def __init__(self, dataset: Iterable[object], skipped: int, at_once: bool = True) -> None:
-        self._dataset, self._skipped, self._at_once = dataset, skipped, at_once
+    def __init__(self, dataset: Iterable[object], skipped: int, first: FirstItems | None, at_once: bool = True) -> None:
+        self._dataset, self._skipped, self._first, self._at_once = dataset, skipped, first, at_once
         self.ended = False
 
     def __iter__(self) -> Iterator[object]:
         elements = iter(self._dataset)
+        if self._first is not None:
+            elements = self._first.watched(elements, _shown_element)
         if self._at_once:
             self._skip(elements)
         return self._watched(elements)
 
     def _skip(self, elements: Iterator[object]) -> None:
-        next(itertools.islice(elements, self._skipped, self._skipped), None)
+        with contextlib.nullcontext() if self._first is None else self._first.again():
+            next(itertools.islice(elements, self._skipped, self._skipped), None)
 
     def _watched(self, elements: Iterator[object]) -> Iterator[object]:
         if not self._at_once:
             self._skip(elements)
         yield from elements
         self.ended = True
+
+
+def _shown_element(element: object) -> tuple[object, str]:
+    return element, "element"
+
+
+def _shown_batch(batch: object) -> tuple[object, str] | None:
+    if not isinstance(batch, SplitBatch):
+        return shown_batch(batch)
+    if len(batch.parts) == len(batch.sizes):
+        return batch.parts, f"batch of {batch.sizes}"
+    return None if batch.checksum is None else (batch.checksum, f"checksum of {sum(batch.sizes)}")
 
 
 class OwnFiles(IterableDataset[object]):
@@ -308,7 +326,14 @@ class IterableLoader:
     def streams(self) -> RandomStreams:
         """As `Source.streams`."""
         owners = (self._loader,) if self._loader.num_workers else (self._loader, read_by(self._dataset))
-        return RandomStreams(own=generators_in(*owners))
+        return RandomStreams(own=generators_of_stream(*owners))
+
+    def _first_items(self, resume: Resume | None) -> FirstItems | None:
+        """None for what is ours, or goes on by itself."""
+        data = read_by(self._dataset)
+        if self._stateful is not None or isinstance(data, Pipeline):
+            return None
+        return FirstItems(type(data).__qualname__, resume, *(() if self._by_element else (1,)))
 
     def open(self, collate: Collate, resume: Resume | None, pipeline: int | None = None) -> Stream[nest.Nest]:
         """The batches as ``collate`` makes them. ``pipeline``: as of `Source`."""
@@ -337,9 +362,13 @@ class IterableLoader:
                 self._passes += 1
             states, passes = self._started, self._passes
         first = Place(own=own_state(self._stateful))
-        watched = None if self._stateful is None else _From(self._dataset, 0)
+        items = self._first_items(None)
+        by_element = self._by_element and items is not None
+        watched = _From(self._dataset, 0, items) if by_element or self._stateful is not None else None
         batches, seeds = self._opened(watched, collate)
-        return self._counted(batches, first, states, passes, watched, seeds)
+        if items is not None and not by_element:
+            batches = items.watched(batches, _shown_batch)
+        return self._counted(batches, first, states, passes, watched, seeds, items)
 
     def _open_again(self, collate: Collate, resume: Resume) -> Stream[nest.Nest]:
         place, states, passes = resume.place, resume.beginning["streams"], resume.beginning["passes"]
@@ -353,16 +382,20 @@ class IterableLoader:
         self._kept = None  # workers that have begun cannot go back
         if self._persistent:
             self._started, self._passes = states, passes
-        watched = _From(self._dataset, skipped, at_once=not self._apart) if self._by_element else None
+        items = self._first_items(resume)
+        watched = _From(self._dataset, skipped, items, at_once=not self._apart) if self._by_element else None
         with self._at_pass(passes):
             batches, seeds = self._opened(watched, collate, resume.beginning.get("draws"))
-        if self._by_turns:
-            batches = skip_extra(skip(batches, Place(place.batches, None)), place)
-        elif not self._by_element:
-            batches = skip_extra(batches if place.own is not None else skip(batches, place), place)
+        if items is not None and not self._by_element:
+            batches = items.watched(batches, _shown_batch)
+        with contextlib.nullcontext() if items is None else items.again():
+            if self._by_turns:
+                batches = skip_extra(skip(batches, Place(place.batches, None)), place)
+            elif not self._by_element:
+                batches = skip_extra(batches if place.own is not None else skip(batches, place), place)
         if self._loader.num_workers:
             self.streams.put(resume.beginning.get("own_now", {}))  # of a position of version 1
-        return self._counted(batches, place, states, passes, watched, seeds)
+        return self._counted(batches, place, states, passes, watched, seeds, items)
 
     def _ended(self, resume: Resume) -> Stream[nest.Nest]:
         """Nothing is left of this pass; the next one begins as it would have."""
@@ -453,6 +486,7 @@ class IterableLoader:
         passes: int,
         watched: _From | None,
         seeds: Seeds | None,
+        items: FirstItems | None,
     ) -> Stream[nest.Nest]:
         def after(place: Place, batch: object) -> Place:
             if batch is END:
@@ -461,7 +495,8 @@ class IterableLoader:
             return Place(place.batches + 1, self._rows_after(place, batch), own=own_state(self._stateful), ended=ended)
 
         def beginning() -> dict[str, object]:
-            return {"streams": states, "passes": passes, "draws": seeds, **generators_now(self.streams)}
+            found = {"streams": states, "passes": passes, "draws": seeds, **generators_now(self.streams)}
+            return found | ({} if items is None else items.state())
 
         return _stream(batches, first, after, beginning, here=seeds is not None)
 

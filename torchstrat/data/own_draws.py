@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.random import mtrand
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
 
-from torchstrat.core.randomness import RandomGenerator, RandomStreams, state_of
+from torchstrat.core.randomness import RandomGenerator, RandomStreams, generators_in, state_of
 from torchstrat.core.reachable import Start, walk_behind
 from torchstrat.data.pipeline import Pipeline
 
@@ -329,10 +329,31 @@ def generators_of_data(dataset: object, collate: Callable[..., object] | None) -
 
 def generators_reached(fn: Callable[..., object] | None, arguments: Iterable[object]) -> list[RandomGenerator]:
     """The same that a function and its arguments can reach; not those of the process."""
-    process = (torch.default_generator, PYTHONS, NUMPYS, *torch.cuda.default_generators)
     front = Start(fn, arguments).walk()
-    found = [*front.generators, *walk_behind(front).generators]
-    return [one for one in found if not any(one is other for other in process)]
+    return _of_objects([*front.generators, *walk_behind(front).generators])
+
+
+def generators_of_stream(*owners: object) -> list[RandomGenerator]:
+    """Those that iterating these objects can reach, also through PyTorch's own loaders, samplers and data sets.
+
+    Those in attributes of the owners come first, in whose order positions of version 1 have them.
+    """
+    found = {id(one): one for one in generators_in(*owners)}
+    pending, opened = list(owners), set[int]()
+    while pending:
+        front = Start(None, pending).walk()
+        reached = [*front.generators, *walk_behind(front).generators]
+        found |= {id(one): one for one in _of_objects(reached) if id(one) not in found}
+        of_torch = [one for one in front.seen.values() if isinstance(one, DataLoader | Dataset | Sampler)]
+        pending = [part for one in of_torch if id(one) not in opened for part in vars(one).values()]
+        opened.update(map(id, of_torch))
+    return list(found.values())
+
+
+def _of_objects(generators: Iterable[RandomGenerator]) -> list[RandomGenerator]:
+    """Without those of the process."""
+    process = (torch.default_generator, PYTHONS, NUMPYS, *torch.cuda.default_generators)
+    return [one for one in generators if not any(one is other for other in process)]
 
 
 def draws_nothing(loader: DataLoader[object]) -> bool:

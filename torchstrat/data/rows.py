@@ -18,6 +18,7 @@ The rows of a global batch are divided over replicas by one of two rules, as in 
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -379,10 +380,12 @@ def all_leaves(batch: nest.Nest) -> Iterator[Leaf]:
 
 def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
     if not isinstance(leaf, torch.Tensor):
-        kind: Any = type(leaf)
-        if kind.__repr__ is object.__repr__:  # which tells where it is in memory
-            leaf = kind.__qualname__
-        yield repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode()
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            yield f"{leaf.dtype}{leaf.shape}".encode()
+            yield leaf.tobytes()
+            return
+        whole = repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf)
+        yield re.sub(r" at 0x[0-9a-f]+", "", whole).encode()  # which tells where it is in memory
         return
     leaf = leaf.detach().cpu()
     if leaf.is_nested:

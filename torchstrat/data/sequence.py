@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final, Protocol, TypeGuard
 
 from torch.nn.utils.rnn import PackedSequence
@@ -21,6 +23,9 @@ from torchstrat.data import rows, spec
 from torchstrat.data.position import AHEAD, Place, Resume, Stream, generators_now
 
 END: Final = object()
+FIRST: Final = "first"
+"""In the beginning of a pass that can only be read in sequence: what `FirstItems` has noted of it."""
+_ITEMS = 16
 
 
 class Stateful(Protocol):
@@ -35,11 +40,86 @@ def is_stateful(dataset: object) -> TypeGuard[Stateful]:
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
+class FirstItems:
+    """What a pass began with, to tell whether it is read again: checksums of its first items.
+
+    Args:
+        name: of the dataset, for messages.
+        resume: of the position that is gone on with.
+        count: how many items are looked at.
+    """
+
+    def __init__(self, name: str, resume: Resume | None, count: int = _ITEMS) -> None:
+        self._name, self._count = name, count
+        saved = {} if resume is None else resume.beginning.get(FIRST, {})
+        self._saved: list[int] = [*saved.get("sums", [])]
+        self._kind: str | None = saved.get("kind")
+        self._sums = list[int]()
+        self._is_again = False
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """While items are passed over that had been handed out when the position was saved."""
+        self._is_again = True
+        yield
+        self._is_again = False
+
+    def state(self) -> dict[str, object]:
+        """For the beginning of a pass."""
+        return {FIRST: {"kind": self._kind or "", "sums": [*(self._sums or self._saved)]}}
+
+    def look(self, item: nest.Nest, kind: str) -> None:
+        """At the next item; those of another ``kind``, such as batches of another size, are not compared.
+
+        Raises:
+            InvalidArgumentError: it is another one than there was.
+        """
+        number = len(self._sums)
+        if number >= self._count:
+            return
+        try:
+            found = rows.checksum(item)
+        except (TypeError, ValueError, RuntimeError):  # a class of nobody's, which need not have any bytes
+            found = 0
+        alike = kind == self._kind and number < len(self._saved)
+        if self._is_again and alike and found != self._saved[number]:
+            raise InvalidArgumentError(
+                f"{self._name} does not read again what it read before: of what was handed out in this pass when the "
+                f"data position was saved, item {number} is another one now. Give the dataset of that run. One that "
+                "can only be read in sequence repeats itself if it draws from PyTorch's, Python's or NumPy's generator "
+                "as the only one to do so during a pass, or from a generator that it holds, and counts nothing else, "
+                "such as its passes. Give any other state_dict() and load_state_dict(), or leave the position out of "
+                "what is restored, to start the pass over."
+            )
+        self._kind = kind
+        self._sums.append(found)
+
+    def watched(
+        self, items: Iterator[nest.Nest], shown: Callable[[nest.Nest], tuple[nest.Nest, str] | None]
+    ) -> Iterator[nest.Nest]:
+        """``items``, of which the first are looked at: what ``shown`` has of each, if it has something."""
+        return itertools.chain(self._looked_at(itertools.islice(items, self._count), shown), items)
+
+    def _looked_at(
+        self, items: Iterator[nest.Nest], shown: Callable[[nest.Nest], tuple[nest.Nest, str] | None]
+    ) -> Iterator[nest.Nest]:
+        for item in items:
+            if (found := shown(item)) is not None:
+                self.look(*found)
+            yield item
+
+
+def shown_batch(batch: nest.Nest) -> tuple[nest.Nest, str]:
+    """What `FirstItems` looks at of a batch."""
+    return rows.to_tensors(batch), f"batch of {rows_of(batch)}"
+
+
 def in_sequence(
     read: Callable[[], Iterator[nest.Nest]],
     resume: Resume | None,
     streams: RandomStreams | None = None,
     stateful: Stateful | None = None,
+    name: str = "",
 ) -> Stream[nest.Nest]:
     """Read what ``read`` opens, from the beginning or from ``resume`` on.
 
@@ -48,7 +128,22 @@ def in_sequence(
         resume: where to go on.
         streams: what the data may be drawn from; None: nothing.
         stateful: the object that knows where it stands, if there is one; see `is_stateful`.
+        name: of the dataset, if it may read other things the next time.
     """
+    if not name or stateful is not None:
+        return _in_sequence(read, resume, streams, stateful)
+    first = FirstItems(name, resume, 1)
+    with first.again():
+        found = _in_sequence(lambda: first.watched(read(), shown_batch), resume, streams, stateful)
+    return replace(found, beginning=lambda: {**found.beginning(), **first.state()})
+
+
+def _in_sequence(
+    read: Callable[[], Iterator[nest.Nest]],
+    resume: Resume | None,
+    streams: RandomStreams | None,
+    stateful: Stateful | None,
+) -> Stream[nest.Nest]:
     streams = RandomStreams(()) if streams is None else streams
     if resume is None:
         states = streams.states()

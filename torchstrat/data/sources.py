@@ -20,7 +20,7 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import iterates_as_torch_does
 from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.core.randomness import RandomStreams, generators_in
+from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
 from torchstrat.data.own_draws import (
     Continuing,
@@ -28,6 +28,7 @@ from torchstrat.data.own_draws import (
     Watched,
     draws_without_loader,
     generators_of_data,
+    generators_of_stream,
     stream_seed,
 )
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
@@ -333,11 +334,11 @@ class IterableSource(Source):
 
     @functools.cached_property
     def streams(self) -> RandomStreams:
-        return RandomStreams(own=generators_in(self._iterable))
+        return RandomStreams(own=generators_of_stream(self._iterable))
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         if self.pipeline is None or not self.sharded:
-            return in_sequence(self._watched, resume, self.streams, self._stateful)
+            return in_sequence(self._watched, resume, self.streams, self._stateful, type(self._data).__qualname__)
         beginning = {} if resume is None else resume.beginning
         pipeline, passes = self.pipeline, beginning.get("passes", self._passes)
         own, seeds = draws_without_loader(self._data, beginning)
@@ -346,7 +347,7 @@ class IterableSource(Source):
         def read() -> Iterator[nest.Nest]:
             return Continuing(self._read(), own, passes, pipeline)
 
-        found = in_sequence(read, resume, self.streams, self._stateful)
+        found = in_sequence(read, resume, self.streams, self._stateful, type(self._data).__qualname__)
         seeded = {"draws": seeds, "passes": passes}
         return replace(found, beginning=lambda: {**found.beginning(), **seeded}, here=True)
 
