@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -458,6 +460,24 @@ def curve(devices: list[str] | None, seed: int, restore: str | None, save: str |
     found = steps(3)
     strategy.close()
     return found
+
+
+def draws_after(path: str) -> list[float]:
+    """What a process draws beside its steps: before, here, and after a restore."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    random.seed(torch.distributed.get_rank())
+    Checkpoint(model=model).restore(path)
+    strategy.close()
+    return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+def test_more_processes_than_were_saved_draw_as_those_do(two_processes: Workers, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(model=nn.Linear(1, 1))
+    checkpoint.save(tmp_path / "one")
+    expected = [float(torch.rand(())), random.random(), float(np.random.rand())]
+    assert two_processes.run(draws_after, str(tmp_path / "one")) == [expected, expected]
 
 
 def test_the_curve_goes_on_here_and_elsewhere(two_processes: Workers, tmp_path: Path) -> None:

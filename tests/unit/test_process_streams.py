@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+import torchstrat as ts
+from torchstrat.checkpoint.job_state import process_of
 from torchstrat.core.randomness import state_of
 from torchstrat.data.own_draws import NumpyStream, OwnDraws, PythonStream
 
@@ -156,3 +158,20 @@ def test_of_which_generator() -> None:
     own = torch.Generator().manual_seed(3)
     assert torch.equal(state_of(own), own.get_state())
     assert torch.equal(state_of(), torch.default_generator.get_state())
+
+
+def test_a_process_that_no_checkpoint_has() -> None:
+    """It goes on as all others, if these stood alike; draws do not see the mark that runs leave in PyTorch's state."""
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    torch.manual_seed(3)
+    first = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": {}}
+    strategy.run(lambda: None)
+    marked = first | {"torch": torch.get_rng_state()}
+    other = first | {"python": random.Random(4).getstate()}
+    assert not torch.equal(first["torch"], marked["torch"])
+    assert process_of(2, {"process_0": first, "process_1": marked, "strategy_0": {}}) is first
+    assert process_of(1, {"process_0": first, "process_1": other}) is other
+    assert process_of(1, {}) == {}
+    with pytest.warns(UserWarning, match="random numbers of 2 processes, .* and none of rank 2"):
+        assert process_of(2, {"process_0": first, "process_1": other}) == {}
+    strategy.close()

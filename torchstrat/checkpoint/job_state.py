@@ -8,8 +8,9 @@ Under the name ``torchstrat``, which no object of a user's may have::
     torchstrat.parameter_servers        the seed of scheduled functions, and how many have ended
 
 `strategy_0` is the strategy that the objects belong to. Another number of processes or replicas takes what it finds of
-its own; what it does not find begins, or stays, as it would without. A checkpoint that has none of it leaves it all
-alone. So does a generator of the user's own, whose state is for the user to save.
+its own. Processes of which it has nothing take what all have that were saved, if these stood alike; replicas begin as
+they would without. A checkpoint that has none of it leaves it all alone. So does a generator of the user's own, whose
+state is for the user to save, if no distributed dataset draws from it.
 
 `Processes` are those that save or restore one checkpoint together, where every process runs the same program.
 """
@@ -20,6 +21,7 @@ import contextlib
 import gc
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +38,7 @@ from torchstrat.core.context import engine_of, is_open
 from torchstrat.core.errors import TorchstratError
 from torchstrat.core.randomness import seedings, state_of
 from torchstrat.core.variable.variable import Variable
+from torchstrat.data.own_draws import mark_of
 from torchstrat.distributed.cluster import ProcessPlan
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.update_policies import OwnValues, mean_of, put_values
@@ -97,7 +100,7 @@ def reads(
 
     def put(values: Sequence[object]) -> None:
         tree = unflatten(dict(zip(paths, values, strict=True)), depth=1)
-        _load_process(tree.get(f"process_{rank}", {}))
+        _load_process(process_of(rank, tree))
         for number, strategy in enumerate(strategies_of(objects)):
             if f"strategy_{number}" in tree:
                 engine, kept = engine_of(strategy), tree[f"strategy_{number}"]
@@ -109,6 +112,29 @@ def reads(
 
     return Reads(wants, put) if paths else Reads()
 
+
+def process_of(rank: int, tree: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+    """The state for the process of this rank, of all that there are in a checkpoint.
+
+    One that was not there goes on as all others, if they stood alike: what the program draws beside its steps (how rows
+    are mixed, the size of images) is then the same on all ranks, as it was. Else nobody knows what it would have drawn.
+    """
+    states = [state for name, state in sorted(tree.items()) if name.startswith("process_")]
+    if f"process_{rank}" in tree or not states:
+        return tree.get(f"process_{rank}", {})
+    if len({tuple(mark_of(state.get(name)) for name in _STREAMS) for state in states}) == 1:
+        return states[0]
+    warnings.warn(
+        f"the checkpoint has the random numbers of {len(states)} processes, which stood at different places, and none "
+        f"of rank {rank}: here PyTorch's, Python's and NumPy's generators stay as the program has seeded them. If it "
+        f"draws beside its steps what has to be the same on all ranks, go on with {len(states)} processes, or seed all "
+        "ranks alike after restoring.",
+        stacklevel=2,
+    )
+    return {}
+
+
+_STREAMS = ("torch", "python", "numpy")
 
 # -- a process ---------------------------------------------------------------------------------------------------------
 

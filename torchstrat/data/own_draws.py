@@ -475,7 +475,7 @@ class CommonDraws:
         before, moves = self._stand(), list[Move]()
         yield moves
         after = self._stand()
-        moves += [Move(one, _mark(old), after[one]) for one, old in before.items() if not _same(old, after[one])]
+        moves += [Move(one, mark_of(old), after[one]) for one, old in before.items() if not _same(old, after[one])]
 
     def follow(self, moves: Sequence[Move]) -> None:
         """On a rank that has not drawn. A stream that is its own, as of a rank that is seeded by itself, stays."""
@@ -483,7 +483,7 @@ class CommonDraws:
             return
         stand = self._stand()
         for move in moves:
-            if move.stream in stand and _mark(stand[move.stream]) == move.before:
+            if move.stream in stand and mark_of(stand[move.stream]) == move.before:
                 stand[move.stream] = move.after
         self._process.put((stand[0], stand[1], stand[2]))
         self._own.put({name: state for name, state in stand.items() if isinstance(name, str)})
@@ -501,7 +501,8 @@ def _same(one: object, other: object) -> bool:
     return number_of(one) == number_of(other) if isinstance(one, dict) and isinstance(other, dict) else one == other
 
 
-def _mark(state: object) -> int:
+def mark_of(state: object) -> int:
+    """A number for where a stream stands: equal for equal draws, in every process."""
     if not isinstance(state, torch.Tensor):
         return number_of(state)
     generator = torch.Generator()  # a state of PyTorch's has bits that no draw sees
