@@ -44,6 +44,10 @@ class Checkpoints(Area):
     def a_model_without_a_name(self) -> None:
         ts.Checkpoint(nn.Linear(1, 1))
 
+    @raises(WrongTypeError, "the class Linear", "saves objects", r"model = Linear\(…\)")
+    def a_class_for_its_object(self) -> None:
+        ts.Checkpoint(model=nn.Linear)
+
     @raises(InvalidArgumentError, "int 3", "state_dict", "a tensor or a ts.Variable")
     def a_number_in_a_checkpoint(self) -> None:
         ts.Checkpoint(step=3).save(self.folder / "a")

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import torchstrat as ts
 from tests.support.checkpoints import (
     Held,
     Net,
@@ -133,6 +134,34 @@ def test_all_that_does_not_fit_is_listed_and_nothing_changes(saved: tuple[Path, 
     ):
         assert expected in str(raised.value)
     assert same(before, contents(objects))
+
+
+class Adapted(nn.Module):
+    """Saves its adapter only, as methods without PyTorch's other arguments do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return self.adapter.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        return self.adapter.load_state_dict(state)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_module_that_saves_in_a_way_of_its_own(replicas: int, tmp_path: Path) -> None:
+    strategy = ts.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+    with strategy.scope():
+        saver, other = Adapted(), Adapted()
+    base = other.base.weight.detach().clone()
+    Checkpoint(model=saver).save(tmp_path / "saved")
+    assert keys_of(tmp_path / "saved") == {"model.weight", "model.bias"}
+    Checkpoint(model=other).restore(tmp_path / "saved")
+    assert same(dict(other.adapter.named_parameters()), dict(saver.adapter.named_parameters()))
+    assert torch.equal(other.base.weight, base)
+    strategy.close()
 
 
 def grouped(*groups: tuple[int, ...]) -> dict[str, Any]:

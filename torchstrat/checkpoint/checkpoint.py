@@ -69,6 +69,12 @@ class Checkpoint:
                 "Checkpoint(torchstrat=…): under this name a checkpoint has the random numbers and counters of the job "
                 "itself; give the object another one."
             )
+        for name, value in objects.items():
+            if isinstance(value, type):
+                raise WrongTypeError(
+                    f"Checkpoint({name}=…) got the class {value.__qualname__}, and saves objects; give the one that "
+                    f"the program uses: {name} = {value.__name__}(…), then ts.Checkpoint({name}={name})."
+                )
         self._objects = objects
         self._last: SaveHandle | None = None  # of the last asynchronous save
 

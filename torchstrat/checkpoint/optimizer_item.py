@@ -21,6 +21,8 @@ from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, Servers
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import hyperparameters, is_listed, kind_of
+from torchstrat.core.values import misfit
+from torchstrat.core.variable.tensor_like import TensorInShards
 from torchstrat.core.variable.variable import Variable
 
 if TYPE_CHECKING:
@@ -327,11 +329,20 @@ def _shown(names: Sequence[str]) -> str:
     return f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''} ({len(names)})"
 
 
+def _saves_as_modules_do(module: nn.Module) -> bool:
+    """Whether its ``state_dict()`` and ``load_state_dict()`` take what PyTorch's do. Its own, which do not (they save
+    adapters only, say), decide what is saved, and are called as those of any other object."""
+    if isinstance(module, TensorInShards):
+        return True
+    saves = misfit(module.state_dict, prefix="", keep_vars=True) is None
+    return saves and misfit(module.load_state_dict, {}, strict=False) is None
+
+
 def make_items(objects: Mapping[str, object], servers: Servers | None) -> list[Item]:
     """Raises `InvalidArgumentError` for an object that has no state to save."""
     tensors: dict[str, TensorsItem] = {}
     for name, value in objects.items():
-        if isinstance(value, nn.Module | Variable | torch.Tensor):
+        if isinstance(value, Variable | torch.Tensor) or (isinstance(value, nn.Module) and _saves_as_modules_do(value)):
             tensors[name] = TensorsItem(name, value, servers)
     items: list[Item] = []
     for name, value in objects.items():
