@@ -49,11 +49,11 @@ def private_value(value: Any, vectors: Container[int] = ()) -> object:
         own = copy.copy(value)
     if isinstance(value, dict):
         for key, member in value.items():
-            if type(member) not in _ATOMS and key != "params":
+            if type(member) not in _ATOMS:
                 own[key] = private_value(member, vectors)
     elif isinstance(value, list):
         if value and all(isinstance(member, nn.Parameter) for member in value):
-            return value
+            return own
         own[:] = [private_value(member, vectors) for member in value]
     elif isinstance(value, collections.deque):
         for index, member in enumerate(value):

@@ -253,6 +253,35 @@ def behind_the_hooks(child: Callable[[], nn.Module]) -> Training:
     return Training(step, {"model": model}, before=before)
 
 
+def weight_replaced_in_step(*, lists_stay: bool) -> Training:
+    """In the third run the step puts another weight in the place of one, with its state: in the model, in a list that
+    the model holds, and in the optimizer's group. ``lists_stay``: in the lists that are there."""
+    model = Mlp()
+    model.held = [model.last.weight]  # type: ignore[assignment]
+    optimizer = adam(model)
+    runs = [0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if runs[0] == 2:
+            old, new = model.last.weight, nn.Parameter(model.last.weight.detach() * 0.5)
+            model.last.weight = new
+            if old in optimizer.state:  # central storage on sockets has it on rank 0
+                optimizer.state[new] = optimizer.state.pop(old)
+            for owner, name in ((vars(model), "held"), (optimizer.param_groups[0], "params")):
+                others = [new if one is old else one for one in owner[name]]
+                if lists_stay:
+                    owner[name][:] = others
+                else:
+                    owner[name] = others
+        hidden: torch.Tensor = model(x) * model.held[0].mean()  # type: ignore[index]
+        return hidden
+
+    def before(index: int) -> None:
+        runs[0] = index
+
+    return Training(plain_step(call, optimizer), {"model": model, "optimizer": optimizer}, before=before)
+
+
 class _Mean(nn.Module):
     """Has a buffer and no parameters, so no optimizer knows of it."""
 
@@ -385,6 +414,8 @@ CASES = (
         }.items()
         for where in ("in_step", "outside")
     ),
+    Case("weight_replaced_in_step", partial(weight_replaced_in_step, lists_stay=False)),
+    Case("weight_replaced_in_step_in_lists", partial(weight_replaced_in_step, lists_stay=True)),
     Case("deepcopy_in_step", partial(deepcopy_in_step, keep=False)),
     Case("deepcopy_kept_between_steps", partial(deepcopy_in_step, keep=True)),
     Case("grad_scaler", partial(scaled_training, clip=False), partial(_overflowing, None), **_of_scaler),

@@ -23,8 +23,9 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,8 +65,15 @@ class KeptAttributes:
         self._left: dict[int, _Left] = {}  # by the id of the object
         self._warned: set[tuple[type, str]] = set()
 
-    def keep(self, owner: object, leader: int, others: Iterable[tuple[int, _Attributes]]) -> None:
-        """A run ends, and ``owner`` has the leader's attributes. ``others``: of the other replicas that took part."""
+    def keep(
+        self,
+        owner: object,
+        leader: int,
+        others: Iterable[tuple[int, _Attributes]],
+        replaced: Mapping[int, object] = MappingProxyType({}),
+    ) -> None:
+        """A run ends, and ``owner`` has the leader's attributes. ``others``: of the other replicas that took part.
+        ``replaced``: as of `ReplacedMembers.of_leader`."""
         lasting, own = vars(owner), {}
         for replica, attributes in others:
             names = [name for name, value in attributes.items() if value is not lasting.get(name, _NOTHING)]
@@ -73,7 +81,7 @@ class KeptAttributes:
                 found = {
                     name: attributes[name]
                     for name in names
-                    if name != "training" and not _is_equal(attributes[name], lasting.get(name, _NOTHING))
+                    if name != "training" and not _is_equal(attributes[name], lasting.get(name, _NOTHING), replaced)
                 }
                 if found:
                     own[replica] = found
@@ -121,10 +129,10 @@ class KeptAttributes:
         )
 
 
-def _is_equal(value: Any, other: Any) -> bool:
-    """Of what one replica has left and another: whether they are the same, or containers and plain values alike."""
+def _is_equal(value: Any, other: Any, replaced: Mapping[int, object]) -> bool:
+    """Of what one replica has left and the leader: whether they are the same, or containers and plain values alike."""
     kind = type(value)
-    if value is other:
+    if value is other or (replaced and replaced.get(id(value), value) is other):
         return True
     if kind is not type(other):
         return False
@@ -134,9 +142,9 @@ def _is_equal(value: Any, other: Any) -> bool:
     if not (kind is tuple or is_container(kind)):
         return kind in _PLAIN and bool(value == other)
     if issubclass(kind, SEQUENCES):
-        return len(value) == len(other) and all(map(_is_equal, value, other))
+        return len(value) == len(other) and all(_is_equal(*pair, replaced) for pair in zip(value, other, strict=True))
     if issubclass(kind, dict):
-        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key], replaced) for key in value)
     return bool(value == other)
 
 
@@ -293,8 +301,10 @@ class ComponentAttributes:
             self._attributes[leader][place] = self._attributes[owner][place]
         self.install(leader)
         others = [replica for replica in self._attributes if replica != leader]
+        replaced = self._replaced.of_leader(leader)
         for index, module in enumerate(self._modules):
-            self._kept.keep(module, leader, [(replica, self._attributes[replica][index]) for replica in others])
+            own = [(replica, self._attributes[replica][index]) for replica in others]
+            self._kept.keep(module, leader, own, replaced)
         self._modules, self._attributes, self._before, self._owners, self._vectors = [], {}, None, {}, ()
         self._hooks.end()
         self._replaced.forget()
@@ -567,7 +577,7 @@ def _private(
     attributes: dict[str, object], shared: SharedState | None, vectors: Container[int], has: Container[str]
 ) -> dict[str, object]:
     """A replica's own copy of a helper's attributes, but for those that it ``has``: containers and plain tensors
-    copied, objects shared, and so are an optimizer's lists of parameters."""
+    copied, objects shared."""
     return {
         name: ReplicaView(shared) if name == "state" and shared is not None else private_value(value, vectors)
         for name, value in attributes.items()

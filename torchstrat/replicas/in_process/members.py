@@ -134,6 +134,11 @@ class ReplacedMembers:
             if replica in place.own:
                 place.table[place.name] = place.own[replica]
 
+    def of_leader(self, leader: int) -> dict[int, object]:
+        """By the ``id`` of what a replica has put somewhere, what the leader has put there, which lasts."""
+        places = [place.own for place in self._places.values() if leader in place.own]
+        return {id(member): own[leader] for own in places for member in own.values()}
+
     def refuse_of_some(self, replicas: list[int]) -> None:
         for place in self._places.values():
             missing = [one for one in replicas if one not in place.own]
