@@ -24,7 +24,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lbfgs_strong_wolfe": UnsupportedError,
     "closure_of_sgd": UnsupportedError,
     # schedulers are stepped by the coordinator
-    **{name: ContextError for name in CASES if name.endswith("_scheduler_in_step")},
+    **{name: ContextError for name in CASES if name.endswith("_scheduler_in_step") or "remade_in_a_module" in name},
     "lazy_in_run": UnsupportedError,  # has no shape when it is to be placed
     "lazy_in_run_drawn": UnsupportedError,
     "tensor_hooks": UnsupportedError,  # hooks on parameters, which workers have others of

@@ -296,6 +296,25 @@ def _open(value: object, reached: Reached) -> Iterator[object]:
         yield from _from_callable(value) if callable(value) else _attributes(value)
 
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def may_hold_helpers(module: nn.Module) -> bool:
+    """Whether it is of no class of PyTorch's, or of the base of all: a trainer, say."""
+    return type(module) is nn.Module or not type(module).__module__.startswith("torch.")
+
+
+def helpers_held_by(module: nn.Module) -> list[object]:
+    """Optimizers, schedulers and scalers in its attributes, or in lists and the like there. Every run asks."""
+    members = vars(module).items()
+    found: list[object] = [one for name, one in members if type(one) not in _PLAIN and name not in _OF_MODULES]
+    for value in tuple(found):
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_MEMBERS:
+            found += value.values() if isinstance(value, dict) else value
+    return [one for one in found if isinstance(one, HELPER_TYPES)] if found else found
+
+
 def _attributes(value: object, skip: tuple[str, ...] = ()) -> Iterator[object]:
     if (
         isinstance(value, nn.Module)

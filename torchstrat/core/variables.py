@@ -40,6 +40,8 @@ from torchstrat.core.reachable import (
     Watcher,
     address_of,
     has_address,
+    helpers_held_by,
+    may_hold_helpers,
     own_code,
     walk_behind,
 )
@@ -118,6 +120,7 @@ class VariableRegistry:
         self._released = WeakOrdered()
         self._lone = WeakOrdered()  # optimizers that steps have made over tensors in no module
         self._lone_tensors = WeakOrdered()
+        self._holders: tuple[tuple[int, int], list[weakref.ref[nn.Module]]] = ((0, 0), [])
         self._copied = WeakOrdered()  # modules that the current run has copied
         self._lone_before = 0  # how many of them there had been when the current run began
         self.is_in_step = False
@@ -188,7 +191,6 @@ class VariableRegistry:
         if self.is_in_step and self._is_lone(helper):
             self._add_lone(helper)
             return
-        self.changes += 1
         self.add_helper(helper)
 
     def _is_lone(self, helper: object) -> bool:
@@ -242,6 +244,7 @@ class VariableRegistry:
         self.may_create = is_new
         self.objects, self.new_code, self.reached = [], (), ()
         if start.is_closed and not is_new:
+            self._adopt_held()
             return []
         found = start.walk(again=not is_new)
         adopted = self._record(found)
@@ -262,6 +265,17 @@ class VariableRegistry:
         start.forget_objects()
         self._remember(step, start)
         return adopted if is_new else []  # else it may have been made by an earlier run of the step
+
+    def _adopt_held(self) -> None:
+        """Optimizers and the like that known modules have been given since: nothing tells of attributes."""
+        modules = self._modules
+        if self._holders[0] != (modules.count, len(modules.ids())):
+            found = [weakref.ref(one) for one in modules if may_hold_helpers(one)]
+            self._holders = (modules.count, len(modules.ids())), found
+        for module in [one for reference in self._holders[1] if (one := reference()) is not None]:
+            for helper in helpers_held_by(module):
+                if helper not in self._helpers and helper not in self._lone:
+                    self.add_helper(helper)
 
     def _remember(self, step: object, start: Start) -> None:
         self._walked.pop(step, None)
@@ -536,15 +550,28 @@ class VariableRegistry:
         self.changes += 1
         return forgotten
 
+    def forget_held_since(self, count: int) -> None:
+        """Schedulers and scalers recorded since, which modules hold: the next run records them, on every process, also
+        where the step did not run that has made them."""
+        for module in self._modules:
+            for helper in helpers_held_by(module):
+                if self._helpers.number_of(helper) >= count and not isinstance(helper, Optimizer):
+                    self._helpers.discard(helper)
+
     def helpers(self) -> list[object]:
         """Optimizers, schedulers and gradient scalers."""
         return list(self._helpers)
+
+    def named_helpers(self) -> dict[int, object]:
+        """`helpers`, by numbers that are the same on every process of an SPMD program."""
+        return dict(self._helpers.numbered())
 
     def optimizers(self) -> list[Optimizer]:
         return [helper for helper in self._helpers if isinstance(helper, Optimizer)]
 
     def add_helper(self, helper: object) -> None:
-        self._helpers.add(helper)
+        if self._helpers.add(helper):
+            self.changes += 1
         if isinstance(helper, Optimizer):
             give_hook_tables(helper)
             if kind_of_class(type(helper)).tier is Tier.ALL and hasattr(helper, "_optimizer_step_pre_hooks"):

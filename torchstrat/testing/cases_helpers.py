@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
@@ -282,6 +283,54 @@ def weight_replaced_in_step(*, lists_stay: bool) -> Training:
     return Training(plain_step(call, optimizer), {"model": model, "optimizer": optimizer}, before=before)
 
 
+class _Trainer(nn.Module):
+    """A module that keeps all that trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.is_due = Mlp(), False
+        self.set(sgd(self.model, momentum=0.9))
+
+    def set(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.schedulers: list[lr_scheduler.LRScheduler] = [lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
+
+
+def remade_in_a_module(name: str, *, in_step: bool = False) -> Training:
+    """Before the second run, or in it, a trainer that is a module gets another optimizer, scheduler or scaler. The step
+    reaches the trainer and nothing else, so that a walk from it is made once only."""
+    trainer = _Trainer()
+    made: Mapping[str, Callable[[], object]] = {
+        "optimizer": lambda: trainer.set(sgd(trainer.model, lr=0.2, momentum=0.5)),
+        "scheduler": lambda: trainer.schedulers.__setitem__(0, lr_scheduler.StepLR(trainer.optimizer, 2, 0.5)),
+        "scaler": lambda: setattr(trainer, "scaler", torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)),
+    }
+
+    def step(batch: Batch) -> torch.Tensor:
+        if trainer.is_due:
+            trainer.is_due = False
+            made[name]()
+        trainer.optimizer.zero_grad()
+        losses: torch.Tensor = (trainer.model(batch[0]) - batch[1]).square().mean(dim=-1)
+        trainer.scaler.scale(losses.mean()).backward()
+        trainer.scaler.step(trainer.optimizer)
+        trainer.scaler.update()
+        trainer.schedulers[0].step()
+        return losses.detach()
+
+    def look() -> torch.Tensor:
+        numbers = trainer.scaler.get_scale(), trainer.schedulers[0].last_epoch, trainer.schedulers[0].get_last_lr()[0]
+        return torch.tensor(numbers)
+
+    def before(step_index: int) -> None:
+        if step_index == 1 and not in_step:
+            made[name]()
+        trainer.is_due = step_index == 1 and in_step
+
+    return Training(step, {"model": trainer.model, "numbers": look}, before=before)
+
+
 class _Mean(nn.Module):
     """Has a buffer and no parameters, so no optimizer knows of it."""
 
@@ -413,6 +462,19 @@ CASES = (
             "elements_exchanged": _exchanging,
         }.items()
         for where in ("in_step", "outside")
+    ),
+    *(
+        Case(f"{name}_remade_in_a_module{suffix}", partial(remade_in_a_module, name), partial(regression, rows))
+        for name in ("optimizer", "scheduler", "scaler")
+        for suffix, rows in (("", EVEN_ROWS), ("_idle", (8, 8, 1, 8, 1)))
+    ),
+    *(
+        Case(
+            f"{name}_remade_in_a_module_by_the_step",
+            partial(remade_in_a_module, name, in_step=True),
+            partial(regression, (8, 1, 8, 8, 1)),
+        )
+        for name in ("scheduler", "scaler")
     ),
     Case("weight_replaced_in_step", partial(weight_replaced_in_step, lists_stay=False)),
     Case("weight_replaced_in_step_in_lists", partial(weight_replaced_in_step, lists_stay=True)),

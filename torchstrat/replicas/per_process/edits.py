@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -487,10 +487,6 @@ def _print_of(tensor: torch.Tensor | None) -> tuple[float, float]:
     return fingerprint([] if tensor is None else [tensor])
 
 
-def _schedulers_and_scalers(members: Members) -> Iterator[Any]:
-    return (one for one in members.helpers if not isinstance(one, Optimizer))
-
-
 def _plain_of(helper: object) -> dict[str, object]:
     return {name: value for name, value in vars(helper).items() if is_plain(value)}
 
@@ -512,7 +508,7 @@ def level_plain(communicator: Communicator, registry: VariableRegistry, source: 
     own = (
         {registry.number_of(module): module.training for module in members.modules},
         {name: tensor.requires_grad for name, tensor in tensors.items()},
-        [_plain_of(one) for one in _schedulers_and_scalers(members)],
+        {n: _plain_of(one) for n, one in registry.named_helpers().items() if not isinstance(one, Optimizer)},
     )
     modes, flags, kept = communicator.broadcast_object(own, source, call)
     for module in members.modules:
@@ -523,6 +519,7 @@ def level_plain(communicator: Communicator, registry: VariableRegistry, source: 
         if flag != tensor.requires_grad and tensor.is_leaf and not is_lazy(tensor):
             tensor.requires_grad_(flag)
             changed.append(name)
-    for helper, told in zip(_schedulers_and_scalers(members), kept, strict=False):
+    for number, helper in registry.named_helpers().items():
+        told = kept.get(number, {})
         vars(helper).update({name: value for name, value in told.items() if vars(helper).get(name) != value})
     return changed

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -70,11 +70,12 @@ class _Manifest(NamedTuple):
     """Of modules, which the step has changed."""
     counted: list[str]
     """Of the program's objects, attributes to which the step has added 1."""
-    helpers: list[object]
+    helpers: dict[int, Any]
+    """What optimizers, schedulers and scalers keep, by number."""
     drawn: dict[str, tuple[int, object]]
     """Of Python's, NumPy's and the program's own generators from which the step has drawn: where they stood, as a
     `number_of` that, and where they stand."""
-    settings: list[Sequence[Mapping[str, object]]]
+    settings: dict[int, Sequence[Mapping[str, object]]]
     """What steps of optimizers of classes of one's own have set in their attributes."""
 
 
@@ -123,23 +124,27 @@ class IdleReplicas:
             self._lend_state()
         is_first = self._world.rank == self._first
         self._counts.begin(self._registry.objects)
-        self._attributes = _attributes_of(self._registry) if is_first else {}
-        optimizers = self._registry.optimizers() if is_first else []
-        self._settings = [_settings_of(one) for one in optimizers]
-        self._tensors = {id(one): optimizer_state.tensors_in(one) for one in optimizers}
+        self._known = range(self._registry.counts[2])
+        self._attributes = _attributes_of(self._registry, self._known) if is_first else {}
+        optimizers = self._optimizers() if is_first else {}
+        self._settings = {number: _settings_of(one) for number, one in optimizers.items()}
+        self._tensors = {id(one): optimizer_state.tensors_in(one) for one in optimizers.values()}
+
+    def _optimizers(self) -> dict[int, Optimizer]:
+        return {number: one for number, one in self._registry.named_helpers().items() if isinstance(one, Optimizer)}
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
-        optimizers = [one for one in self._registry.optimizers() if self._is_of_owner(one)]
+        optimizers = {number: one for number, one in self._optimizers().items() if self._is_of_owner(one)}
         if not optimizers:
             return
-        states = [_state_dict(one) for one in optimizers] if self._world.rank == OWNER else None
-        states = self._world.broadcast_object(states, OWNER, BEFORE)
+        own = {number: _state_dict(one) for number, one in optimizers.items()} if self._world.rank == OWNER else None
+        states = self._world.broadcast_object(own, OWNER, BEFORE)
         if self._world.rank == self._first:
             with self._keeping_state():
-                for optimizer, state in zip(optimizers, states, strict=True):
-                    if state is not None:
-                        load_in_place(optimizer, state)
+                for number, optimizer in optimizers.items():
+                    if states.get(number) is not None:
+                        load_in_place(optimizer, states[number])
 
     # -- after ------------------------------------------------------------------------------------------------------
 
@@ -155,13 +160,15 @@ class IdleReplicas:
         """Hand over. Returns the result of the run on this rank: without components, where it was idle."""
         mine = self._make_manifest(result) if self._world.rank == self._first else None
         manifest: _Manifest = self._world.broadcast_object(mine, self._first, AFTER)
+        if not self._is_idle:
+            self._registry.forget_held_since(len(self._known))
         if self._is_idle:
             self._registry.catch_up_with(manifest.counts)
             self._gradients.pending = manifest.pending
             self._materialise(manifest)
             self._load_helpers(manifest.helpers)
-            for optimizer, changed in zip(self._registry.optimizers(), manifest.settings, strict=False):
-                optimizer_state.put(vars(optimizer), changed)
+            for number, optimizer in self._optimizers().items():
+                optimizer_state.put(vars(optimizer), manifest.settings.get(number, ()))
             _put_attributes(self._registry, manifest.attributes)
             self._counts.warn_of_missed(manifest.counted)
             # One that stood elsewhere, the program has seeded otherwise here.
@@ -196,14 +203,15 @@ class IdleReplicas:
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
             self._records.for_idle(roster),
             self._gradients.pending,
-            _changed_attributes(self._registry, self._attributes),
+            _changed_attributes(self._registry, self._attributes, self._known),
             self._counts.grown_by(1),
-            [self._state_of(helper) for helper in self._registry.helpers()],
+            {number: self._state_of(helper) for number, helper in self._registry.named_helpers().items()},
             {n: (was, now) for n, now in self._streams.states().items() if number_of(now) != (was := self._stand[n])},
-            [
-                optimizer_state.changes(optimizer, before)
-                for optimizer, before in zip(self._registry.optimizers(), self._settings, strict=False)
-            ],
+            {
+                number: optimizer_state.changes(optimizer, self._settings[number])
+                for number, optimizer in self._optimizers().items()
+                if number in self._settings
+            },
         )
 
     def _state_of(self, helper: object) -> Any:
@@ -239,9 +247,9 @@ class IdleReplicas:
         for group, names in zip(groups, told, strict=True):
             group["params"] = [named[name] for name in names if name is not None]
 
-    def _load_helpers(self, states: list[Any]) -> None:
-        for helper, state in zip(self._registry.helpers(), states, strict=False):
-            if state is None:
+    def _load_helpers(self, states: dict[int, Any]) -> None:
+        for number, helper in self._registry.named_helpers().items():
+            if (state := states.get(number)) is None:
                 continue
             if isinstance(helper, Optimizer):
                 self._regroup(helper, state.pop("variables"))
@@ -411,10 +419,10 @@ Attributes = dict[tuple[int, str], _Attribute]
 """By the number of a module and the name of its attribute."""
 
 
-def _attributes_of(registry: VariableRegistry) -> Attributes:
+def _attributes_of(registry: VariableRegistry, helpers: Container[int]) -> Attributes:
     """Those that can be handed over: no objects that hold modules or what is trained, nor what is a part of a variable
     or a buffer and changes with it."""
-    belongings = _belongings(registry)
+    belongings = _belongings(registry, helpers)
     names = {id(value): name for name, value in belongings.items()}
     tensors = [value for value in belongings.values() if isinstance(value, torch.Tensor)]
     addresses = {address_of(one) for one in tensors if has_address(one)}
@@ -426,9 +434,11 @@ def _attributes_of(registry: VariableRegistry) -> Attributes:
     return found
 
 
-def _changed_attributes(registry: VariableRegistry, before: Attributes) -> dict[tuple[int, str], _Told]:
+def _changed_attributes(
+    registry: VariableRegistry, before: Attributes, helpers: Container[int]
+) -> dict[tuple[int, str], _Told]:
     found = {}
-    for key, (value, content) in _attributes_of(registry).items():
+    for key, (value, content) in _attributes_of(registry, helpers).items():
         old = before.get(key)
         if old is None or old.content != content:
             found[key] = _Told(content, old is not None and old.value is value)
@@ -439,7 +449,7 @@ def _put_attributes(registry: VariableRegistry, told: dict[tuple[int, str], _Tol
     """Containers stay the objects that they are, and tensors where the step has left them so: the program may have
     others' references to them, and a tensor may be a view of a buffer."""
     modules = {registry.number_of(module): module for module in registry.modules()}
-    belongings = _belongings(registry) if told else {}
+    belongings = _belongings(registry, registry.named_helpers()) if told else {}
     for (number, name), (content, is_same) in told.items():
         if number not in modules:
             continue
@@ -453,10 +463,11 @@ def _put_attributes(registry: VariableRegistry, told: dict[tuple[int, str], _Tol
             attributes[name] = value
 
 
-def _belongings(registry: VariableRegistry) -> dict[str, object]:
+def _belongings(registry: VariableRegistry, helpers: Container[int]) -> dict[str, object]:
     """What each rank has for itself, by names that are the same on all: an attribute may refer to it."""
     found: dict[str, object] = {f"module {registry.number_of(module)}": module for module in registry.modules()}
     found.update(registry.named_tensors())
+    found.update((f"helper {number}", one) for number, one in registry.named_helpers().items() if number in helpers)
     found.update((f"buffer {name}", tensor) for name, tensor in _buffers(registry).items() if tensor is not None)
     return found
 
