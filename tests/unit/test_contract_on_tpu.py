@@ -62,6 +62,13 @@ REFUSED_UNEVEN = {
     "inner_optimizer_over_a_copy": "made parameters and steps them",
     "inner_optimizer_over_tensors": "no longer make the same calls",  # as many steps as a replica has rows
     "adversarial_input": "differs between replicas",
+    **dict.fromkeys(
+        (
+            *("layer_replaced_in_step", "parameters_replaced_in_step"),
+            *("weight_replaced_in_step", "weight_replaced_in_step_in_lists"),
+        ),
+        "replaces .* by new parameters in a run whose replicas have different numbers of rows",
+    ),
     "buffers_of_every_kind": "outside of the run that it belongs to",
     "buffer_behind_the_hooks": "outside of the run that it belongs to",
 }

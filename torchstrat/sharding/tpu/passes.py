@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchstrat.core._torch_private import (
     hooks_after_accumulation,
     hooks_on_gradient,
+    own_parameters,
     set_version_counters,
     untouched_by_surroundings,
     version_of,
@@ -191,6 +193,12 @@ def _overwrite(tensor: torch.Tensor, value: torch.Tensor, version: int) -> None:
     set_version_counters([tensor], [version])
 
 
+def _parameters(member: object) -> list[nn.Parameter]:
+    if isinstance(member, nn.Module):
+        return list(member.parameters())
+    return [member] if isinstance(member, nn.Parameter) else []
+
+
 class Passes:
     """The passes of one run. ``index``: of the pass whose turn it is, on its thread."""
 
@@ -199,13 +207,25 @@ class Passes:
         self._values = _Values(registry)
         self._helpers, self._attributes = ComponentHelpers(), ComponentAttributes()
         self._settings = ProcessSettings()
-        expect, ignore = self._attributes.expect_member, lambda *_: None
-        self._members = MembersWatch(Watcher(lambda: self.index is not None, expect, ignore, ignore))
+        ignore = lambda *_: None  # noqa: E731
+        self._members = MembersWatch(Watcher(lambda: self.index is not None, self._on_member, ignore, ignore))
         self._in_progress = StepInProgress()  # the first pass's
         self._installed = FIRST
         self._baton = Baton(range(count), threads, self._switch)
         self._local = threading.local()
         self.made = MadeInRun()
+
+    def _on_member(self, module: nn.Module, name: str, member: object) -> None:
+        before = {**own_parameters(module), **dict(module.named_children())}.get(name)
+        is_replaced = before is not None and before is not member and module in self._registry
+        if is_replaced and _parameters(before) and any(one not in self._registry for one in _parameters(member)):
+            # Each pass would train one of its own, and an optimizer that is given them the last one.
+            raise UnsupportedError(
+                f"the step replaces {name} of {type(module).__name__} by new parameters in a run whose replicas have "
+                "different numbers of rows, on TPUStrategy. Replace it outside of run, in strategy.scope(), or give "
+                "every replica as many rows (leave out the last batch, or have others of another size)."
+            )
+        self._attributes.expect_member(module, name, member)
 
     @property
     def index(self) -> int | None:
