@@ -325,6 +325,28 @@ def tables_by_parameters(one: Program) -> None:
     one.train(before_step=scale)
 
 
+@program()
+def parameters_that_functions_return(one: Program) -> None:
+    """Who changes a parameter in place, or changes nothing of it, has that parameter behind it."""
+
+    def change() -> None:
+        for each in one.model.parameters():
+            changed = each
+            changed *= 0.9
+            found = [changed, each.lerp_(each, 0.5), *(torch._foreach_mul_([each], 2.0) or [])]
+            found += [each.to("cpu"), each.double(), each.contiguous(), each.type_as(each)]
+            found += [functional.dropout(each, training=False), one.cut(each, 0) if each is one.first else each]
+            one.seen.append([other is each for other in found])
+        one.model[0].weight += torch.ones_like(one.first)
+
+    def step() -> None:
+        one.loss(0).backward()
+        with torch.no_grad():
+            change()
+
+    one.run(step)
+
+
 # -- what optimizers keep ----------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,11 @@ def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices, kind: typ
     return made
 
 
+def as_given(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as the program has it: of a stand-in, the variable."""
+    return tensor.variable if isinstance(tensor, CutTensor) and tensor.variable is not None else tensor
+
+
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """Of the whole tensor."""
     if isinstance(tensor, CutTensor):

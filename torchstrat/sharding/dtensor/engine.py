@@ -44,7 +44,7 @@ from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.sharding.annotations import Assignments, ShardingRules
 from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
-from torchstrat.sharding.dtensor.cut_tensors import CutTensor, recut, whole
+from torchstrat.sharding.dtensor.cut_tensors import CutTensor, as_given, recut, whole
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, SameCalls, Traffic, make_groups, make_mesh
 from torchstrat.sharding.dtensor.operators import with_stand_ins
 from torchstrat.sharding.dtensor.operators.data_attribute import both_are_asked
@@ -307,7 +307,7 @@ class LogicalReplicas(PerProcessReplica):
         step is cut for good."""
         in_step = context.get_replica_context() is not None and context.get_strategy() is self._strategy
         if in_step or isinstance(tensor, CutTensor):
-            return recut(with_stand_ins(tensor), self.devices, self.devices.axes.cut_of(sharding))
+            return as_given(recut(with_stand_ins(tensor), self.devices, self.devices.axes.cut_of(sharding)))
         if not self.variables.is_variable(tensor):
             raise ContextError(
                 f"a tensor of shape {tuple(tensor.shape)} was to be cut over logical devices outside of run, where "

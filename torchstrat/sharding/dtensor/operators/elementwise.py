@@ -79,19 +79,20 @@ def cast(call: Call, tensor: torch.Tensor, *args: object, **kwargs: object) -> t
     """Of one tensor; of others, only dtype and device matter."""
     if call.cut(tensor) == call.devices.axes.whole:  # plain.type_as(cut)
         return _moved(tensor, args, {})
-    if call.name == "type_as":
-        return call.leave(_moved(call.open(tensor), args, {}), call.cut(tensor))
-    return call.leave(call.function(call.open(tensor), *args, **kwargs), call.cut(tensor))
+    opened = call.open(tensor)
+    moved = _moved(opened, args, {}) if call.name == "type_as" else call.function(opened, *args, **kwargs)
+    return tensor if moved is opened else call.leave(moved, call.cut(tensor))
 
 
 @rule("to")
 def to(call: Call, tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     if call.cut(tensor) == call.devices.axes.whole:
         return _moved(tensor, args, kwargs)
-    moved = _moved(call.open(tensor), args, kwargs)
+    opened = call.open(tensor)
+    moved = _moved(opened, args, kwargs)
     if moved.device != call.devices.device:
         raise call.refused(f"would move it to {moved.device}; pieces stay on their logical devices")
-    return call.leave(moved, call.cut(tensor))
+    return tensor if moved is opened else call.leave(moved, call.cut(tensor))
 
 
 def _moved(tensor: torch.Tensor, args: Sequence[object], kwargs: dict[str, object]) -> torch.Tensor:

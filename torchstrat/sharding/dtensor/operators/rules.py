@@ -26,7 +26,7 @@ from torchstrat.core._torch_private import (
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_classes import getter, setter, tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
-from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, local_of, refused, shape_of
+from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, as_given, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
 from torchstrat.sharding.dtensor.no_values import METADATA
 
@@ -283,7 +283,7 @@ def apply(
         call.devices.doing = ""
     if difference := as_plain.check(result):
         raise call.refused(difference)
-    return result
+    return _as_given(result)
 
 
 CutTensor.apply = apply
@@ -303,6 +303,13 @@ def with_stand_ins(value: object) -> Any:
     if isinstance(value, slice):
         return slice(*map(with_stand_ins, (value.start, value.stop, value.step)))
     return value
+
+
+def _as_given(result: object) -> object:
+    """``result``, which may be an argument, as the object that the program has given."""
+    if isinstance(result, CutTensor):
+        return as_given(result)
+    return list(map(_as_given, result)) if isinstance(result, list) else result
 
 
 def _without_rule(function: object, args: Sequence[object], kwargs: dict[str, object]) -> object:
