@@ -91,6 +91,19 @@ def what_state_dict_has_given_is_written_to(one: Program) -> None:
     one.seen += _sums(one.optimizer)
 
 
+@program()
+def state_that_copies_load(one: Program) -> None:
+    """Deep copies that a later scope makes, and copies of these."""
+    target = one.model
+    for _ in range(2):
+        with one.strategy.scope():
+            target = copy.deepcopy(target)
+        one.train()
+        target.load_state_dict(one.model.state_dict())
+        one.train()
+        one.seen += [value.clone() for value in target.state_dict().values()]
+
+
 def write_late(logical: int) -> list[str]:
     """What a program is told that writes to a copy after steps; by a view too, and to an array of it."""
     said = []

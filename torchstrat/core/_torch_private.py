@@ -98,6 +98,7 @@ POSITION_IN_LOADER = "_num_yielded"
 """What `iter` of a `DataLoader` makes, and the attribute with the number of batches that it has given."""
 
 unsaved_buffers: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
+hooks_after_module_state: Callable[[torch.nn.Module], dict[int, object]] = operator.attrgetter("_state_dict_hooks")
 hooks_before_forward: Callable[[torch.nn.Module], dict[int, object]] = operator.attrgetter("_forward_pre_hooks")
 
 hooks_before_step: Callable[[torch.optim.Optimizer], dict[int, object]] = operator.attrgetter(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchstrat.core import context, nest
-from torchstrat.core._torch_private import own_parameters
+from torchstrat.core._torch_private import hooks_after_module_state, own_parameters
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import Communicator, InputLayout
@@ -54,16 +54,20 @@ from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
 from torchstrat.sharding.grid import DeviceGrid, ShardedEntry, Sharding
 
 
-def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: Any) -> None:
-    """``hooked``: a set of those that have been."""
+def hook_modules(modules: Iterator[nn.Module], variables: CutVariables) -> None:
     if not len(variables):
         return
     for module in modules:
-        if module not in hooked and _cut_members(module, variables):
-            hooked.add(module)
+        if not _is_hooked(module, variables) and _cut_members(module, variables):
             states = _OfModule(variables)
             module.register_state_dict_post_hook(_PutTogether(variables))
             module.register_load_state_dict_pre_hook(states.take_apart)
+
+
+def _is_hooked(module: nn.Module, variables: CutVariables) -> bool:
+    """Asked is the module itself: a deep copy has the hooks, and nobody was told of it."""
+    hooks = hooks_after_module_state(module).values()
+    return any(isinstance(hook, _PutTogether) and hook.belongs_to(variables) for hook in hooks)
 
 
 def _cut_members(module: nn.Module, variables: CutVariables) -> dict[str, torch.Tensor]:
@@ -75,13 +79,16 @@ def _cut_members(module: nn.Module, variables: CutVariables) -> dict[str, torch.
 
 
 class _Hooks:
-    """A deep copy of a module or an optimizer has the same hooks, which find none of its variables."""
+    """A deep copy of a module has the same hooks, which find its variables if these are copies that are cut."""
 
     def __init__(self, variables: CutVariables) -> None:
         self._variables = variables
 
     def __deepcopy__(self, memo: object) -> _Hooks:
         return self
+
+    def belongs_to(self, variables: CutVariables) -> bool:
+        return self._variables is variables
 
 
 class _PutTogether(_Hooks):
@@ -184,7 +191,7 @@ class LogicalReplicas(PerProcessReplica):
         self.variables = CutVariables(self.registry, devices, None if rules is None else rules.sharding_for)
         self._unchecked_rules = rules
         self._surroundings = StepSurroundings(self.registry, self.variables)
-        self._hooked: weakref.WeakSet[object] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.assign = Assignments(
             "all logical devices of a replica run the same program, and a tensor cannot be kept to one of them"
         ).assign
@@ -244,7 +251,7 @@ class LogicalReplicas(PerProcessReplica):
         if len(self.variables) and not self._is_asking:
             self._is_asking = True
             self._while_cut.enter_context(both_are_asked())
-        hook_modules(self.registry.modules(), self.variables, self._hooked)
+        hook_modules(self.registry.modules(), self.variables)
         for optimizer in self.registry.optimizers():
             if optimizer not in self._hooked and self.variables.cut_in(optimizer):
                 self._hooked.add(optimizer)
