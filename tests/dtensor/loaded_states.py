@@ -92,6 +92,22 @@ def what_state_dict_has_given_is_written_to(one: Program) -> None:
 
 
 @program()
+def state_in_inference_mode(one: Program) -> None:
+    """Taken there, and loaded there, between steps; tensors that were made there, too."""
+    one.train()
+    with torch.inference_mode():
+        state, values = one.optimizer.state_dict(), one.model.state_dict()
+        best = copy.deepcopy((state, values))
+        one.seen += [value.sum() for value in best[1].values()]
+    one.train()
+    with torch.inference_mode():
+        one.optimizer.load_state_dict(state)
+        one.model.load_state_dict(best[1])
+    one.train()
+    one.seen += _sums(one.optimizer)
+
+
+@program()
 def state_that_copies_load(one: Program) -> None:
     """Deep copies that a later scope makes, and copies of these."""
     target = one.model

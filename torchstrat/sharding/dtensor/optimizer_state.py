@@ -223,7 +223,11 @@ class WholeCopies:
         self._has_warned = False
 
     def note(self, whole: torch.Tensor, source: Callable[[], CutTensor]) -> None:
-        """``whole`` has the values of what ``source()`` gives, and would be it on one device."""
+        """``whole`` has the values of what ``source()`` gives, and would be it on one device. A tensor of
+        `torch.inference_mode` could not be: no step may change one."""
+        with DisableTorchFunctionSubclass():
+            if whole.is_inference():
+                return
         key = id(whole)
 
         def forget(reference: object) -> None:

@@ -514,8 +514,9 @@ class CutVariables:
         if not isinstance(value, CutTensor):
             return value
         self._copies.settle()
-        whole = self._devices.whole(local_of(value), value.cut, "optimizer.state_dict()")
-        self._copies.note(whole, lambda: value)
+        with _versions_counted():
+            whole = self._devices.whole(local_of(value), value.cut, "optimizer.state_dict()")
+            self._copies.note(whole, lambda: value)
         return whole
 
     def cut_state(self, tensor: torch.Tensor, value: object) -> Any:
@@ -529,7 +530,8 @@ class CutVariables:
         is_kept = (value.dtype, value.device) == (dtype, self._devices.device)
         if is_kept and isinstance(current, optimizer_state.StateEntry) and current.cut == entry.cut:
             return current
-        made = optimizer_state.cut_entry(current, entry.cut, self._devices, dtype)
+        with _versions_counted():
+            made = optimizer_state.cut_entry(current, entry.cut, self._devices, dtype)
         if is_kept and (type(value) is torch.Tensor or self._copies.has(value)):
             self._copies.note(value, lambda: made)
         return made
@@ -544,9 +546,11 @@ class CutVariables:
     def whole_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same for ``state_dict()``, outside of a run."""
         self._copies.settle()
-        whole, entry = self.whole(tensor), self.find(tensor)
+        entry = self.find(tensor)
         assert entry is not None
-        self._copies.note(whole, lambda: cut_tensor(entry.other.detach(), entry.cut, self._devices))
+        with _versions_counted():
+            whole = self.whole(tensor)
+            self._copies.note(whole, lambda: cut_tensor(entry.other.detach(), entry.cut, self._devices))
         return whole
 
     def load(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
@@ -561,6 +565,14 @@ class CutVariables:
     def _assign(self, entry: CutVariable, whole: torch.Tensor) -> None:
         with torch.no_grad():
             entry.other.copy_(enter(whole.detach(), self._devices, entry.cut, ()))
+
+
+@contextmanager
+def _versions_counted() -> Iterator[None]:
+    """What is made in this block is no tensor of `torch.inference_mode`, whatever is around it: these tell nobody that
+    they have been written to, and no step may change them."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _zero(gradient: torch.Tensor | None) -> None:
