@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import torchstrat as ts
+from tests.dtensor import parameter_programs as _parameter_programs  # noqa: F401  # which are in the table, too
 from tests.dtensor import programs
 from tests.dtensor.programs import ADAM, Program, program
 

@@ -147,6 +147,7 @@ _PAIRS: dict[str, Function] = {
     "clamp": lambda x, y: x.clamp(min=0.7) * y.clamp(0.6, 1.2),
     "clip": lambda x, y: x.clip(0.7) * y,
     "type_as": lambda x, y: x.type_as(y) * y,
+    "cpu": lambda x, y: x.cpu() * y,
     "to": lambda x, y: x.to(torch.float32).to(y) * y.to("cpu"),
 }
 

@@ -309,44 +309,6 @@ program("an_average_by_data")(partial(_averaged, copy.deepcopy, _by_data))
 program("an_average_by_lists")(partial(_averaged, copy.deepcopy, _by_lists))
 
 
-@program()
-def tables_by_parameters(one: Program) -> None:
-    """Made outside of runs, and looked up in steps: by the object, and by its number."""
-    rates = {id(each): 0.5 + place for place, each in enumerate(one.model.parameters())}
-    places = {each: place for place, each in enumerate(one.model.parameters())}
-
-    def scale() -> None:
-        for each in one.model.parameters():
-            assert each.grad is not None
-            each.grad.mul_(rates.get(id(each), 1.0))
-            one.seen.append([places.get(each), isinstance(each, nn.Parameter)])
-            one.seen.append([any(each is other for other in one.optimizer.param_groups[0]["params"])])
-
-    one.train(before_step=scale)
-
-
-@program()
-def parameters_that_functions_return(one: Program) -> None:
-    """Who changes a parameter in place, or changes nothing of it, has that parameter behind it."""
-
-    def change() -> None:
-        for each in one.model.parameters():
-            changed = each
-            changed *= 0.9
-            found = [changed, each.lerp_(each, 0.5), *(torch._foreach_mul_([each], 2.0) or [])]
-            found += [each.to("cpu"), each.double(), each.contiguous(), each.type_as(each)]
-            found += [functional.dropout(each, training=False), one.cut(each, 0) if each is one.first else each]
-            one.seen.append([other is each for other in found])
-        one.model[0].weight += torch.ones_like(one.first)
-
-    def step() -> None:
-        one.loss(0).backward()
-        with torch.no_grad():
-            change()
-
-    one.run(step)
-
-
 # -- what optimizers keep ----------------------------------------------------------------------------------------------
 
 

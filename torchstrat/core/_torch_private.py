@@ -471,6 +471,7 @@ foreach_add_: Callable[..., None] = look_up("_foreach_add_")
 foreach_mul_: Callable[..., None] = look_up("_foreach_mul_")
 foreach_copy_: Callable[..., None] = look_up("_foreach_copy_")
 foreach_norm: Callable[..., list[torch.Tensor]] = look_up("_foreach_norm")
+can_show_memory_of: Callable[..., bool] = look_up("_has_compatible_shallow_copy_type")  # asked before ``data`` is set
 foreach_div_: Callable[..., None] = look_up("_foreach_div_")
 foreach_zero_: Callable[..., None] = look_up("_foreach_zero_")
 unscale_: Callable[..., None] = look_up("_amp_foreach_non_finite_check_and_unscale_")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from torchstrat.core import gradients
-from torchstrat.core._torch_private import DisableTorchFunctionSubclass, foreach_zero_
+from torchstrat.core._torch_private import DisableTorchFunctionSubclass, can_show_memory_of, foreach_zero_
 from torchstrat.core.errors import ContextError
 from torchstrat.core.tensor_classes import getter, methods, piece_of, properties, setter, tensors_in
 
@@ -27,6 +27,7 @@ METADATA = {  # what can be asked of a tensor without a look at its elements
     *methods("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "get_device"),
     *methods("__len__", "retain_grad"),
     *(gradients.register_hook, gradients.told_hook, torch.is_floating_point, torch.is_complex, torch.numel),
+    can_show_memory_of,
 }
 
 

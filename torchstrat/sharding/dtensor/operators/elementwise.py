@@ -95,6 +95,11 @@ def to(call: Call, tensor: torch.Tensor, *args: object, **kwargs: object) -> tor
     return tensor if moved is opened else call.leave(moved, call.cut(tensor))
 
 
+@rule("cpu")
+def cpu(call: Call, tensor: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    return to(call, tensor, "cpu", **kwargs)
+
+
 def _moved(tensor: torch.Tensor, args: Sequence[object], kwargs: dict[str, object]) -> torch.Tensor:
     """``tensor.to(*args, **kwargs)``, and of other tensors their dtype."""
     move: Callable[..., torch.Tensor] = tensor.to
