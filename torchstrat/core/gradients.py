@@ -176,8 +176,10 @@ class _Late(GradientHook):
     @uncompiled
     def __call__(self, tensor: torch.Tensor) -> None:
         sink = self._sink()
-        if sink is not None:
-            with DisableTorchFunction():
+        if sink is None:
+            return
+        with DisableTorchFunction():
+            if tensor.requires_grad:  # else frozen since the forward pass: PyTorch calls, and has accumulated nothing
                 sink.after_accumulation(tensor, _has_users(hooks_after_accumulation(tensor)))
 
 
