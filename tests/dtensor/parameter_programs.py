@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,3 +64,37 @@ def a_model_that_is_moved_to_where_it_is(one: Program) -> None:
     one.train(lambda number: (one.loss(number), move())[0], move)
     move()
     one.train()
+
+
+def _frozen(set_to: Callable[[torch.Tensor, bool], Any], one: Program) -> None:
+    """As networks that train each other freeze one: within a step, over steps and between them. What is frozen is
+    looked at, edited, and has gradients for what is before it."""
+    head = one.model[2]
+
+    def say(parameters: Any, wants: bool) -> None:
+        for each in parameters:
+            set_to(each, wants)
+        one.seen.append([(each.requires_grad, each.is_leaf, each.grad_fn) for each in one.model.parameters()])
+
+    def loss(number: int) -> torch.Tensor:
+        say([one.model[0].weight, one.model[0].bias], number != 1)
+        before = one.loss(number)
+        say(head.parameters(), False)
+        before.backward()
+        one.seen.append([each.grad is None for each in one.model.parameters()])
+        head.weight.mul_(0.5)
+        frozen = one.loss(number)
+        say(head.parameters(), True)
+        return frozen + one.loss(number)
+
+    for _ in range(2):
+        one.train(loss)
+        say([one.first], False)
+        one.train()
+        say([one.first], True)
+
+
+program("parameters_that_are_frozen")(partial(_frozen, lambda each, wants: each.requires_grad_(wants)))
+program("parameters_that_are_frozen_by_attribute")(
+    partial(_frozen, lambda each, wants: setattr(each, "requires_grad", wants))
+)

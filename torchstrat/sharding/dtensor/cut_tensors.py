@@ -193,7 +193,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
 
 def requires_grad(tensor: torch.Tensor) -> bool:
     with DisableTorchFunctionSubclass():
-        return tensor.requires_grad
+        return as_given(tensor).requires_grad
 
 
 def refused(operator: str, why: str = "") -> UnsupportedError:
@@ -358,7 +358,8 @@ def enter(tensor: torch.Tensor, devices: LogicalDevices, wanted: Cut, varying: A
     if isinstance(tensor, CutTensor):
         if tensor.devices is not devices:
             raise UnsupportedError("a tensor that is cut over logical devices belongs to the strategy that cut it.")
-        local = _apply(_Open, tensor)
+        is_frozen = tensor.variable is not None and not requires_grad(tensor)  # its graph is there for when it is not
+        local = _Open.forward(_Kept(), tensor) if is_frozen else _apply(_Open, tensor)
     elif isinstance(tensor, DTensor):
         raise UnsupportedError(
             "a DTensor of another kind cannot be cut over logical devices, nor be used with a tensor that is; use "

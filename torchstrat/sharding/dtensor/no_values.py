@@ -25,7 +25,8 @@ METADATA = {  # what can be asked of a tensor without a look at its elements
     ),
     *properties("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
     *methods("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "get_device"),
-    *methods("__len__", "retain_grad"),
+    *methods("__len__", "retain_grad", "requires_grad_"),
+    setter("requires_grad"),
     *(gradients.register_hook, gradients.told_hook, torch.is_floating_point, torch.is_complex, torch.numel),
     can_show_memory_of,
 }
@@ -66,9 +67,9 @@ _NEEDS_NO_VALUES = METADATA | {
     *properties(
         "grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "retains_grad", "name", "output_nr"
     ),
-    *map(setter, ("grad", "requires_grad", "_backward_hooks")),
+    *map(setter, ("grad", "_backward_hooks")),
     *(gradients.register_post_accumulate_grad_hook, gradients.told_post_accumulate_grad_hook),
-    *methods("requires_grad_", "__repr__", "__format__", "__hash__", "stride", "is_contiguous", "storage_offset"),
+    *methods("__repr__", "__format__", "__hash__", "stride", "is_contiguous", "storage_offset"),
     *methods("is_shared", "is_same_size"),
 }
 

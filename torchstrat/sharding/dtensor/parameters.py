@@ -492,13 +492,19 @@ class CutVariables:
             )
 
     def stand_ins(self) -> dict[int, CutTensor]:
-        """``id`` of a variable → what a step sees of it."""
+        """``id`` of a variable → what a step sees of it; with a graph also where the variable requires no gradients,
+        which a step may change."""
         made: dict[int, CutTensor] = {}
         with torch.enable_grad(), torch.inference_mode(False):
             for key, entry in self._cut.items():
                 tensor = entry.reference()
                 if tensor is not None:
+                    wants_gradient = tensor.requires_grad
+                    if not wants_gradient and (tensor.is_floating_point() or tensor.is_complex()):
+                        tensor.requires_grad_(True)
                     one: Any = leave(tensor, self._devices, entry.cut)
+                    if not wants_gradient:
+                        tensor.requires_grad_(False)
                     one.variable, one.is_value = tensor, True
                     made[key] = one
         return made

@@ -24,7 +24,7 @@ from torchstrat.core._torch_private import (
     is_inside_transform,
 )
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.tensor_classes import getter, setter, tensors_in
+from torchstrat.core.tensor_classes import getter, properties, setter, tensors_in
 from torchstrat.sharding.dtensor import cut_tensors
 from torchstrat.sharding.dtensor.cut_tensors import STAND_IN, CutTensor, as_given, local_of, refused, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
@@ -238,8 +238,9 @@ def one_dim(dim: int, rank: int) -> int:
 # -- calling -------------------------------------------------------------------------------------------------------
 
 _GRADIENT_GET, _GRADIENT_SET = getter("grad"), setter("grad")
-_OF_LEAVES = {getter("is_leaf"): True, getter("grad_fn"): None}
-"""What a variable is to the program, although its stand-in is made of its piece."""
+_SAYS_WHAT_IS_TRAINED = {torch.Tensor.requires_grad_, setter("requires_grad")}
+_OF_LEAVES = {*properties("is_leaf", "grad_fn", "requires_grad"), torch.Tensor.retain_grad, *_SAYS_WHAT_IS_TRAINED}
+"""What is the variable's own, a leaf's; its stand-in is made of it."""
 
 
 def apply(
@@ -252,12 +253,7 @@ def apply(
     if len(types) > 1 or types[0] is not CutTensor:
         args, kwargs = with_stand_ins(args), with_stand_ins(kwargs)
     if function in METADATA:
-        if function is torch.Tensor.register_hook and _is_variable(args[0]):
-            raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
-        if function in _OF_LEAVES and _is_variable(args[0]):
-            return _OF_LEAVES[function]
-        with DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+        return _of_the_tensor(function, args, kwargs)
     found = _rules.get(function)
     if found is None:
         return _without_rule(function, args, kwargs)
@@ -312,6 +308,20 @@ def _as_given(result: object) -> object:
     return list(map(_as_given, result)) if isinstance(result, list) else result
 
 
+def _of_the_tensor(function: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
+    """What is asked and said without a look at elements."""
+    first = args[0] if args else None
+    if isinstance(first, CutTensor) and first.variable is not None:
+        if function is torch.Tensor.register_hook:
+            raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
+        if function in _OF_LEAVES:
+            args = (first.variable, *args[1:])
+    elif function in _SAYS_WHAT_IS_TRAINED:
+        raise refused(name_of(function), "is known of parameters; say it of others before they are cut, or detach them")
+    with DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 def _without_rule(function: object, args: Sequence[object], kwargs: dict[str, object]) -> object:
     first = args[0] if args else None
     if function == _GRADIENT_GET and isinstance(first, CutTensor):
@@ -324,10 +334,6 @@ def _without_rule(function: object, args: Sequence[object], kwargs: dict[str, ob
     if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
         raise refused(name, "would change it in place; write the result to a new tensor")
     raise refused(name)
-
-
-def _is_variable(value: object) -> bool:
-    return isinstance(value, CutTensor) and value.variable is not None
 
 
 def _as_piece(tensor: CutTensor, gradient: object) -> torch.Tensor:
