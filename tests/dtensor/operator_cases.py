@@ -148,6 +148,7 @@ _PAIRS: dict[str, Function] = {
     "clip": lambda x, y: x.clip(0.7) * y,
     "type_as": lambda x, y: x.type_as(y) * y,
     "cpu": lambda x, y: x.cpu() * y,
+    "view_as": lambda x, y: x.view_as(x) * y,
     "to": lambda x, y: x.to(torch.float32).to(y) * y.to("cpu"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,3 +99,42 @@ program("parameters_that_are_frozen")(partial(_frozen, lambda each, wants: each.
 program("parameters_that_are_frozen_by_attribute")(
     partial(_frozen, lambda each, wants: setattr(each, "requires_grad", wants))
 )
+
+
+@program()
+def gradients_that_are_looked_at(one: Program) -> None:
+    """Kept of an activation, over two passes; seen by hooks of modules; looked through for NaN; of a part."""
+    middle = one.model[1]
+    found: list[Any] = []
+
+    def loss(number: int) -> torch.Tensor:
+        hidden = one.model[0](one.inputs[number])
+        hidden.retain_grad()
+        one.first.retain_grad()
+        found.append(hidden)
+        return functional.cross_entropy(one.model[2](middle(hidden)), one.targets[number])
+
+    def look() -> None:
+        one.seen.extend(each.grad.sum() for each in found)
+        found.clear()
+
+    def of_a_part() -> None:
+        one.optimizer.zero_grad()
+        loss(0).backward(inputs=[one.first, one.model[2].bias])
+        torch.autograd.backward(loss(0), inputs=one.first)
+        one.seen.append([each.grad is None for each in one.model.parameters()])
+        one.seen.append(one.first.grad.sum())
+
+    def twice(number: int) -> torch.Tensor:
+        loss(number).backward()
+        value = loss(number)
+        value.backward(retain_graph=True)
+        return value
+
+    with middle.register_full_backward_hook(lambda _, of_input, of_output: one.seen.append((of_input[0] * 2).sum())):
+        one.train(twice, look)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            one.train(loss, look)
+    one.run(of_a_part)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from torchstrat.core._torch_private import DisableTorchFunctionSubclass, look_up, raise_on_data_pointer
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
+from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices, cut_axes
 
 # What is not public API; a release of torch may move it.
 _spec_module = importlib.import_module("torch.distributed.tensor._dtensor_spec")
@@ -39,6 +39,7 @@ look_up("_spec", DTensor)  # type: ignore[arg-type]
 local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """This process's piece, the tensor itself: no graph, no copy."""
 
+_aten = torch.ops.aten
 STAND_IN = "_stand_in"
 """The attribute of a variable under which a step finds the `CutTensor` that stands in for it."""
 
@@ -107,14 +108,22 @@ class CutTensor(DTensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, types: Sequence[type], args: Sequence[object] = (), kwargs: object = None
-    ) -> CutTensor:
-        """What PyTorch does by itself: add up the gradients of a tensor that was used twice, and the like."""
-        if func is torch.ops.aten.add.Tensor and len(args) == 2 and not kwargs:
-            one, other = args
-            if isinstance(one, CutTensor) and isinstance(other, CutTensor) and one.cut == other.cut:
-                return cut_tensor(local_of(one) + local_of(other), one.cut, one.devices)
-        if func is torch.ops.aten.detach.default and isinstance(args[0], CutTensor):
-            return cut_tensor(local_of(args[0]).detach(), args[0].cut, args[0].devices)
+    ) -> torch.Tensor:
+        """What PyTorch does by itself: add up the gradients of a tensor that was used twice, keep those that
+        `retain_grad` asks for, look for NaN in them (`torch.autograd.detect_anomaly`), and the like."""
+        first = args[0] if args else None
+        if isinstance(first, CutTensor):
+            piece, cut, devices = local_of(first), first.cut, first.devices
+            if func is _aten.add.Tensor and len(args) == 2 and not kwargs:
+                other = args[1]
+                if isinstance(other, CutTensor) and cut == other.cut:
+                    return cut_tensor(piece + local_of(other), cut, devices)
+            if func is _aten.detach.default:
+                return cut_tensor(piece.detach(), cut, devices)
+            if func is _aten.clone.default:
+                return cut_tensor(piece.clone(), cut, devices)
+            if func is _aten.isnan.default:  # what all have found: one that raised alone would leave the others waiting
+                return devices.largest(piece.isnan().any().float(), cut_axes(cut)).bool()
         raise refused(str(func))
 
     def to_local(self, **_: object) -> torch.Tensor:

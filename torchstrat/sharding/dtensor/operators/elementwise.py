@@ -286,6 +286,11 @@ def reshape(call: Call, input: torch.Tensor, *shape: object, **kwargs: object) -
     return call.leave(call.open(input).reshape(call.devices.axes.piece_shape(sizes, cut)), cut)
 
 
+@rule("view_as")
+def view_as(call: Call, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return reshape(call, input, shape_of(other))
+
+
 def _cut_of_reshaped(call: Call, input: torch.Tensor, old: Sequence[int], new: Sequence[int]) -> Cut:
     where: dict[int, int] = {}
     axes, cut = call.devices.axes, call.cut(input)

@@ -330,10 +330,25 @@ def _without_rule(function: object, args: Sequence[object], kwargs: dict[str, ob
         with DisableTorchFunctionSubclass():
             first.variable.grad = None if args[1] is None else _as_piece(first, args[1])
         return None
+    if function is torch.autograd.backward and not any(isinstance(one, CutTensor) for one in tensors_in(args)):
+        _backward_to(args, kwargs)
+        return None
     name = name_of(function)
     if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
         raise refused(name, "would change it in place; write the result to a new tensor")
     raise refused(name)
+
+
+def _backward_to(args: Sequence[object], kwargs: dict[str, object]) -> None:
+    """Of losses that are whole, for inputs of which some are cut."""
+    given = {name: _as_given(list(value) if isinstance(value, tuple) else value) for name, value in kwargs.items()}
+    if any(isinstance(one, CutTensor) for one in tensors_in(given)):
+        raise refused(
+            "backward(inputs=…)", "that is no parameter; call its retain_grad() before, and backward() without it"
+        )
+    backward: Callable[..., None] = torch.autograd.backward
+    with DisableTorchFunctionSubclass():
+        backward(*args, **given)
 
 
 def _as_piece(tensor: CutTensor, gradient: object) -> torch.Tensor:
