@@ -93,6 +93,21 @@ def what_state_dict_has_given_is_written_to(one: Program) -> None:
 
 
 @program()
+def state_of_an_optimizer_from_outside_of_scopes(one: Program) -> None:
+    """Loaded before it has made a step, as the optimizer that takes over in training does."""
+    one.train()
+    first, state = one.optimizer, one.optimizer.state_dict()
+    for given in (state, copy.deepcopy(state)):
+        one.optimizer = ADAM(one.model.parameters(), lr=0.02)
+        one.optimizer.load_state_dict(given)
+        one.train()
+        one.seen += [*_sums(first), *_sums(one.optimizer)]
+        one.optimizer.load_state_dict(one.optimizer.state_dict())
+        one.train()
+    one.seen += _sums(first)
+
+
+@program()
 def state_in_inference_mode(one: Program) -> None:
     """Taken there, and loaded there, between steps; tensors that were made there, too."""
     one.train()

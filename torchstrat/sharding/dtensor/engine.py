@@ -124,6 +124,7 @@ def hook_optimizer(optimizer: torch.optim.Optimizer, variables: CutVariables) ->
     optimizer.register_state_dict_post_hook(states.put_together)
     optimizer.register_load_state_dict_pre_hook(states.keep)
     optimizer.register_load_state_dict_post_hook(states.take_apart)
+    states.adopt(optimizer)
 
 
 class _OfOptimizer(_Hooks):
@@ -146,6 +147,13 @@ class _OfOptimizer(_Hooks):
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         cut = {number for number, one in enumerate(parameters) if self._variables.find(one) is not None}
         return {**state, "state": {number: {} if number in cut else one for number, one in self._kept.items()}}
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """What it was given before anybody knew of it, made outside of scopes, is as if it were loaded now."""
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        given = {number: optimizer.state.get(one) for number, one in enumerate(parameters)}
+        self._kept = {number: entries for number, entries in given.items() if isinstance(entries, dict) and entries}
+        self.take_apart(optimizer)
 
     def take_apart(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
