@@ -141,6 +141,7 @@ UNSUPPORTED: dict[str, Step | list[Step]] = {
     ],
     r"(?s)unique.*torch\.where\(": [lambda made, x: torch.unique(x), lambda made, x: x.unique()],
     r"(?s)dynamic shape.*torch\.where\(": lambda made, x: x[x > 0],
+    r"retain_grad in a step.*register_hook": lambda made, x: made.linear(x).retain_grad(),
     # what cannot be mapped over replicas
     r"autograd\.Function that cannot run for all replicas.*global_view": lambda made, x: Doubled.apply(x),
     r"backward hooks of modules are made of such functions": with_backward_hook,

@@ -239,6 +239,10 @@ def others() -> Iterator[Same]:
         yield same(F.embedding_bag, indices(4, 6), offsets, leaves=table, call=by_offsets, **options)
     weighed = lambda f, ids, w, weight: f(ids, weight, mode="sum", per_sample_weights=w)  # noqa: E731
     yield same(F.embedding_bag, indices(4, 3, 5), draws(3, 5), leaves=table, call=weighed)
+    assigned = lambda f, x, mask, value=-1.0: (changed := x * 1, f(changed, mask, value))[0]  # noqa: E731
+    for mask, value in ((x > 0, shared()), (x[..., 0] > 0, shared(5))):
+        yield same(torch.Tensor.__setitem__, x, mask, call=assigned)
+        yield same(torch.Tensor.__setitem__, x, mask, leaves={"value": value}, call=assigned)
     extreme = x.clone()
     extreme[0, 0, :3] = torch.tensor([0.0, 800.0, -800.0])
     for func in (F.elu, F.celu, F.selu, F.relu):

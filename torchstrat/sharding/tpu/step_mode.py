@@ -231,6 +231,7 @@ class StepMode(RecordedMode):
             torch.autograd.grad: backward.grad,
             torch.Tensor.register_hook: backward.register_hook,
             torch.Tensor.requires_grad_: self._requires_grad_,
+            torch.Tensor.retain_grad: self._retain_grad,
             getter("grad"): self._grad,
             setter("grad"): edits.set_gradient,
             getter("requires_grad"): self._requires_grad,
@@ -300,6 +301,14 @@ class StepMode(RecordedMode):
         with self._lanes.left("requires_grad_"):
             self._lanes.behind(tensor).requires_grad_(requires_grad)
         return tensor
+
+    def _retain_grad(self, tensor: torch.Tensor) -> None:
+        if not self._lanes.is_lane_tensor(tensor) or self._lanes.behind(tensor).is_leaf:
+            return  # it has its gradient anyway
+        raise UnsupportedError(
+            f"retain_grad in a step (at {current_place()}): what the replicas compute is one tensor for all of them, "
+            "which keeps no gradient of each. Take it by a hook: kept = []; tensor.register_hook(kept.append)."
+        )
 
     def _get_item(self, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if (

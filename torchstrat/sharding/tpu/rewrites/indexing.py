@@ -52,6 +52,7 @@ def functions() -> dict[object, Callable[..., object]]:
         ("cumsum_", cumsum),
     ):
         found[getattr(torch.Tensor, name)] = in_place(replacement)
+    found[Tensor.__setitem__] = set_item
     found[torch.linalg.eigh] = eigh
     found[torch.linalg.eigvalsh] = eigvalsh
     found[torch.pdist] = found[F.pdist] = pdist
@@ -62,6 +63,20 @@ def functions() -> dict[object, Callable[..., object]]:
         found[getattr(torch, name)] = found[getattr(Tensor, name)] = scattering
         found[getattr(Tensor, f"{name}_")] = in_place(scattering)
     return found
+
+
+def set_item(input: Tensor, index: object, value: object) -> None:
+    """``input[mask] = value`` without a look at how many elements that are; other indices as they are."""
+    if isinstance(index, Tensor) and index.dtype is torch.bool and 0 < index.dim() <= input.dim():
+        behind = input.dim() - index.dim()
+        if isinstance(value, int | float | complex) or (isinstance(value, Tensor) and value.dim() <= behind):
+            in_place(_set_where)(input, index.reshape(*index.shape, *[1] * behind), value)
+            return
+    input[index] = value  # type: ignore[index,assignment]
+
+
+def _set_where(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(mask, value, input)
 
 
 def scatter(input: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, **rest: Any) -> Tensor:
