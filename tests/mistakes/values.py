@@ -119,14 +119,6 @@ class Arguments(Area):
             "num_shards",
         ),
         (
-            "a class in a checkpoint",
-            lambda: ts.Checkpoint(model=torch.nn.Linear).save("x"),
-            InvalidArgumentError,
-            "got type",
-            "takes modules",
-            "keep its object",
-        ),
-        (
             "a path that no system has",
             lambda: ts.Checkpoint(model=torch.nn.Linear(1, 1)).save("a\0b"),
             InvalidArgumentError,

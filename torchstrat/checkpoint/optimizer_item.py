@@ -350,7 +350,7 @@ def make_items(objects: Mapping[str, object], servers: Servers | None) -> list[I
             items.append(tensors[name])
         elif isinstance(value, Optimizer):
             items.append(OptimizerItem(name, value, list(tensors.values()), servers))
-        elif not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             items.append(StatefulItem(name, value))
         else:
             raise InvalidArgumentError(
