@@ -323,16 +323,19 @@ _UNFINISHED = (GeneratorType, CoroutineType, AsyncGeneratorType)
 
 def require_finished(result: nest.Nest) -> None:
     """That a run returned no generator or coroutine, whose code would run after it, on no replica."""
+    components: Sequence[object] = (result,)
     if type(result) is PerReplica:
-        result = result.values[0] if result.values else None
+        components = result.values
+        result = components[0] if components else None
     if type(result) in _FINISHED:
         return
     if nest.is_nested(result):
         for child in nest.values_of(result):
             require_finished(child)
     elif isinstance(result, _UNFINISHED):
-        if isinstance(result, CoroutineType):
-            result.close()  # or Python complains of it, too
+        for one in components:
+            if isinstance(one, CoroutineType):
+                one.close()  # or Python complains of it, too, whenever it is collected
         kind = type(result).__name__.replace("_", " ")
         raise WrongTypeError(
             f"run called a step that returned the {kind} {result.__qualname__}, whose code has run on no replica and "
