@@ -374,9 +374,8 @@ class DifferingEdits:
         self.is_told = True
         names = [*map(self._describe, parameters), *(f"the gradient of {self._describe(one)}" for one in gradients)]
         names += [f"what an optimizer keeps of {self._describe(one)}" for one in state]
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"the replicas have changed {names[0]}{others} in the step, each in another way. What the first one did "
+            f"the replicas have changed {_first_of(names)} in the step, each in another way. What the first one did "
             "counts for all of them, and what the others did is lost. If each has used what its own rows gave "
             "(torch.autograd.grad, say), combine that first: g = ts.get_replica_context().all_reduce('mean', g); or "
             "let an optimizer step with it: p.grad = g. If it was random noise, this is as it should be.",
@@ -388,9 +387,8 @@ class DifferingEdits:
         if self.is_told_of_frozen or not names:
             return
         self.is_told_of_frozen = True
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"this replica had another requires_grad of {names[0]}{others} than the first one, whose counts for all of "
+            f"this replica had another requires_grad of {_first_of(names)} than the first one, whose counts for all of "
             "them from here on. In this run the gradient counted as zero where it was frozen: freeze a parameter on "
             "all replicas, or on none.",
             stacklevel=2,
@@ -422,6 +420,10 @@ class DifferingEdits:
             "or strategy.reduce('mean', losses) and scheduler.step(loss) outside of Strategy.run.",
             stacklevel=2,
         )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:

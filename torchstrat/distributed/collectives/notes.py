@@ -77,7 +77,7 @@ class StoreVisits:
 
     def visit(self, call: Callable[[dist.Store], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
-        if self.is_inherited or self.is_gone:
+        if self.is_gone:
             return otherwise
         results: list[T] = []
         self._start(lambda store: results.append(call(store)), seconds)
@@ -89,6 +89,8 @@ class StoreVisits:
         self._start(call, 0.0 if self.is_gone else 2 * PATIENCE_SECONDS)
 
     def _start(self, call: Callable[[dist.Store], object], seconds: float) -> None:
+        if self.is_inherited:
+            return
         late = self._late
 
         def visit() -> None:

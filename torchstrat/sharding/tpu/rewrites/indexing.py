@@ -70,13 +70,9 @@ def set_item(input: Tensor, index: object, value: object) -> None:
     if isinstance(index, Tensor) and index.dtype is torch.bool and 0 < index.dim() <= input.dim():
         behind = input.dim() - index.dim()
         if isinstance(value, int | float | complex) or (isinstance(value, Tensor) and value.dim() <= behind):
-            in_place(_set_where)(input, index.reshape(*index.shape, *[1] * behind), value)
+            input.copy_(torch.where(index.reshape(*index.shape, *[1] * behind), value, input))
             return
     input[index] = value  # type: ignore[index,assignment]
-
-
-def _set_where(input: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return torch.where(mask, value, input)
 
 
 def scatter(input: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, **rest: Any) -> Tensor:
