@@ -341,7 +341,7 @@ def _hooked_at_its_accumulator(s: Any, m: Any, o: Any) -> None:
 
 def _scripted(s: Any, m: Any, o: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # which newer PyTorch says of all of torch.jit
+        warnings.filterwarnings("ignore", r".torch\.jit\.")  # newer PyTorch says so of all of it
         _made_and_run(s, torch.jit.script)  # type: ignore[no-untyped-call]
 
 

@@ -162,7 +162,7 @@ def _saved(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:To copy construct", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_has_what_functions_have_trained(read: Callable[[Job], torch.Tensor], job: Job) -> None:
     job.train()
