@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,3 +175,43 @@ def counted(batches: list[int]) -> tuple[int, list[str]]:
 def test_a_count_of_steps_that_a_rank_without_rows_misses_is_said_there(two_processes: Workers) -> None:
     assert two_processes.run(counted, [4, 1, 4, 1]) == [(4, []), (2, ["Counter.steps"])]
     assert two_processes.run(counted, [4, 4]) == [(2, []), (2, [])]
+
+
+DRIFTS: list[tuple[Callable[[nn.Linear], object], Callable[[nn.Linear], object]]] = [
+    (lambda model: model.weight.data.mul_(2), lambda model: model.weight.data.div_(2)),
+    (lambda model: model.bias.requires_grad_(False), lambda model: model.bias.requires_grad_()),
+]
+
+
+def drifted() -> list[str]:
+    """What `check_replicas` says of two models whose parameters have the same names, edited one by one."""
+    said = []
+    with opened("mirrored") as strategy:
+        with strategy.scope():
+            models = nn.Linear(2, 1), nn.Linear(2, 1)
+        for model in models:
+            for edit, undo in DRIFTS:
+                if not strategy.is_chief:
+                    edit(model)
+                try:
+                    strategy.extended.check_replicas()
+                except ts.errors.ReplicaDriftError as error:
+                    said.append(str(error).split(" is not the same")[0])
+                if not strategy.is_chief:
+                    undo(model)
+        strategy.extended.check_replicas()
+    return said
+
+
+def test_what_differs_is_found_in_each_of_two_models_whose_parameters_have_the_same_names(
+    two_processes: Workers,
+) -> None:
+    expected = [
+        text
+        for number in range(2)
+        for text in (
+            f"parameter weight (weight of module {number})",
+            f"requires_grad of bias (bias of module {number})",
+        )
+    ]
+    assert two_processes.run(drifted) == [expected, expected]

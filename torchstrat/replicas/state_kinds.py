@@ -9,6 +9,7 @@ a page of the docs is made from it.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,16 +43,24 @@ class StateKind(NamedTuple):
     local: str | None = None
 
 
+def _named_parameters(state: Belongings) -> Iterator[tuple[str, torch.Tensor]]:
+    """By the names that the program has for them. Those of two models (``0.weight``) are told apart by the module."""
+    named = state.registry.named_tensors()
+    outermost = state.registry.outermost_names()
+    names = {name: outermost.get(id(tensor), name) for name, tensor in named.items()}
+    counts = Counter(names.values())
+    for name, tensor in named.items():
+        yield names[name] if counts[names[name]] == 1 else f"{names[name]} ({name})", tensor
+
+
 def _parameters(state: Belongings) -> Iterator[tuple[str, Digest]]:
-    names = state.registry.outermost_names()
-    for name, tensor in state.registry.named_tensors().items():
-        yield f"parameter {names.get(id(tensor), name)}", _digest(tensor)
+    for name, tensor in _named_parameters(state):
+        yield f"parameter {name}", _digest(tensor)
 
 
 def _requires_grad(state: Belongings) -> Iterator[tuple[str, Digest]]:
-    names = state.registry.outermost_names()
-    for name, tensor in state.registry.named_tensors().items():
-        yield f"requires_grad of {names.get(id(tensor), name)}", (tensor.requires_grad,)
+    for name, tensor in _named_parameters(state):
+        yield f"requires_grad of {name}", (tensor.requires_grad,)
 
 
 def _buffers(state: Belongings) -> Iterator[tuple[str, Digest]]:
