@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import random
+import re
+import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.testing import compare
-from torchstrat.testing.compare import main
+from torchstrat.testing.compare import STRATEGIES, main
 from torchstrat.testing.training import regression
 
 
@@ -77,9 +84,130 @@ def test_what_is_refused_is_no_difference_and_other_errors_are_failures() -> Non
     refused = compare(build, with_closure, batches, ["parameter_server"])
     assert refused.is_right
     assert [(found.verdict, "LBFGS" in found.text) for found in refused.findings] == [("refused", True)]
-    failed = compare(build, fails, batches, ["mirrored x2"])
+    failed = compare(build, fails, batches, ["mirrored x2", "torchrun mirrored"])
+    assert [(found.verdict, "few rows" in found.text) for found in failed.findings] == [("failed", True)] * 2
     assert not failed.is_right
-    assert "few rows" in str(failed)
+
+
+# -- programs of all forms ---------------------------------------------------------------------------------------------
+
+
+def drawn_without_torch() -> Any:
+    model, optimizer = build()
+    with torch.no_grad():
+        model[0].bias.fill_(random.random() + float(np.random.rand()))
+    return model, optimizer
+
+
+def in_float32() -> Any:
+    model = build()[0].float()
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def takes_apart(program: Any, batch: Any) -> None:
+    """Leaves the batch without labels, and the inputs changed."""
+    labels = batch.pop("y")
+    step(program, (batch["x"].sub_(0.5), labels))
+
+
+def by_name() -> list[Any]:
+    return [{"x": x, "y": y} for x, y in regression()]
+
+
+def in_single(program: Any, batch: Any) -> None:
+    step(program, [part.float() for part in batch])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [(drawn_without_torch, step, batches), (build, takes_apart, by_name), (in_float32, in_single, batches)],
+    ids=["built of other generators", "changes its batch", "of float32"],
+)
+def test_a_right_program_is_right(program: tuple[Any, Any, Any]) -> None:
+    assert str(compare(*program, "mirrored x2")) == "right      mirrored x2"
+
+
+@dataclass
+class Trainer:
+    model: Any
+    optimizer: Any
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(batch[0]), batch[1], reduction="sum").backward()  # summed
+        self.optimizer.step()
+
+
+def trainer() -> Trainer:
+    return Trainer(*build())
+
+
+def of_trainer(program: Any, batch: Any) -> None:
+    program.step(batch)  # summed
+
+
+def without_its_model() -> Any:
+    return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.05)
+
+
+def of_optimizer(program: Any, batch: Any) -> None:
+    parameters = program.param_groups[0]["params"]
+    sum(one.sum() for one in parameters).mul(batch[0].sum()).backward()  # summed
+    program.step()
+
+
+def summed(program: Any, batch: Any) -> None:
+    model, optimizer = program
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum").backward()  # summed
+    optimizer.step()
+
+
+@functools.wraps(summed)
+def decorated(*arguments: Any) -> None:
+    summed(*arguments)
+
+
+class Called:
+    def __call__(self, program: Any, batch: Any) -> None:
+        model, optimizer = program
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum").backward()  # summed
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*sum")
+@pytest.mark.parametrize(
+    ("make", "its_step", "variable"),
+    [
+        (trainer, of_trainer, "model.0.weight"),
+        (without_its_model, of_optimizer, "group0.params[0]"),
+        (build, decorated, "[0].0.weight"),
+        (build, functools.partial(summed), "[0].0.weight"),
+        (build, Called(), "[0].0.weight"),
+    ],
+    ids=["object", "optimizer alone", "decorated", "partial", "called"],
+)
+def test_a_wrong_program_is_found_in_whatever_form(make: Any, its_step: Callable[..., None], variable: str) -> None:
+    (found,) = compare(make, its_step, batches, ["mirrored x2"]).findings
+    assert (found.verdict, found.variable, found.line.endswith("# summed")) == ("different", variable, True), found
+
+
+def noisy(program: Any, batch: Any) -> None:
+    step(program, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+
+def test_a_finding_says_that_the_step_draws() -> None:
+    assert "the step draws random numbers" in str(compare(build, noisy, batches, ["mirrored x2"]))
+    assert "draws" not in str(compare(build, summed, batches, ["mirrored x2"]))
+
+
+def test_what_lasts_from_run_to_run_and_what_holds_nothing_is_refused() -> None:
+    kept = build()
+    with pytest.raises(InvalidArgumentError, match=r"when it is run again: \[0\]\.0\.weight after step 0"):
+        compare(lambda: kept, in_single, batches, ["mirrored x2"])
+    with pytest.raises(InvalidArgumentError, match="nothing to compare"):
+        compare(lambda: None, lambda _, batch: step(kept, [part.float() for part in batch]), batches, ["mirrored x2"])
 
 
 def test_bad_input() -> None:
@@ -87,6 +215,8 @@ def test_bad_input() -> None:
         compare(build, step, batches, ["mirored"])
     with pytest.raises(InvalidArgumentError, match="batches is empty"):
         compare(build, step, [])
+    with pytest.raises(WrongTypeError, match="list of global batches, or a function that makes one; got int 5"):
+        compare(build, step, 5)  # type: ignore[arg-type]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -109,6 +239,21 @@ def test_a_function_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
         main(words(__name__, "stop"))
     assert raised.value.code == 2
     assert f"'{__name__}:stop' cannot be loaded" in capsys.readouterr().err
+
+
+def test_the_examples_are_of_strategies_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    examples = re.findall("(?m)^  torchstrat verify (.*)$", capsys.readouterr().out)
+    assert len(examples) == 2
+    assert {name for example in examples for name in shlex.split(example)[3:]} <= {*STRATEGIES}
+
+
+def test_words_in_the_wrong_order_are_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([f"{__name__}:{name}" for name in ("RIGHT", "step", "batches")])
+    assert raised.value.code == 2
+    assert "compare(build=…) needs a function; got str" in capsys.readouterr().err
 
 
 def test_a_module_in_the_working_directory(

@@ -247,3 +247,9 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(guarded)
     program = run(*PYTHON, tmp_path / "program.py")
     assert program.stdout == f"{[True] * 4} [0, 1, 0, 1]\n", program.stderr  # by name: they are what its file says
+
+
+def test_processes_of_a_main_module_without_a_guard_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(InvalidArgumentError, match="__main__"):
+        Workers(1)

@@ -234,6 +234,11 @@ class Workers:
     ) -> None:
         if num_processes < 1:
             raise InvalidArgumentError(f"num_processes={num_processes} starts nothing; use 1 or more.")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+            raise InvalidArgumentError(
+                "processes were asked for by the program's main module while one of them imports it, as each of them "
+                'does: put what starts them under `if __name__ == "__main__":`.'
+            )
         self.num_processes = num_processes
         self.timeout_seconds = timeout_seconds
         possible = [method for method in START_METHODS if method in multiprocessing.get_all_start_methods()]
