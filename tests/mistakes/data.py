@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -51,6 +52,15 @@ class Data(Area):
     @raises(InvalidArgumentError, "has 4", "numbers of rows", "ts.data.same")
     def columns_of_different_lengths(self) -> None:
         next(iter(self.mirrored().distribute_dataset([(torch.ones(4, 2), torch.ones(3))])))
+
+    @raises(InvalidArgumentError, "a tensor on the meta device", "no values", "on the CPU")
+    def a_batch_on_the_meta_device(self) -> None:
+        next(iter(self.mirrored().distribute_dataset([torch.ones(4, 2, device="meta")])))
+
+    @raises(WrongTypeError, r"array of datetime64\[D\]", "no tensor can hold", "astype")
+    def an_array_of_dates(self) -> None:
+        dates = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")
+        next(iter(self.mirrored().distribute_dataset([dates])))
 
     @raises(UnsupportedError, "DistributedSampler", "shards by itself", "shuffle=True")
     def a_distributed_sampler(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
-from torchstrat.core.errors import WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import marks, rows
 from torchstrat.data.streams import Step
 
@@ -226,6 +226,11 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
     """
 
     def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+            raise InvalidArgumentError(
+                "a batch holds a tensor on the meta device, which has no values to compute with on "
+                f"{device}; make the batch of tensors on the CPU."
+            )
         if callable(getattr(leaf, "to", None)):
             return leaf.to(device)
         if nest.is_nested(leaf) or not marks.is_container(leaf):

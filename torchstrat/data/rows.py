@@ -119,7 +119,13 @@ def _to_tensor(leaf: Leaf) -> Leaf:
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind in "OSU":
             return leaf.astype(object, copy=False)
-        return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy())
+        try:
+            return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy())
+        except TypeError as error:
+            raise WrongTypeError(
+                f"a batch holds an array of {leaf.dtype}, which no tensor can hold; convert it, such as by "
+                "array.astype('int64'), or hand its rows out as objects: array.astype(object)."
+            ) from error
     if isinstance(leaf, np.generic) and leaf.dtype.kind not in "OSU":
         return torch.tensor(leaf.item(), dtype=torch.from_numpy(np.zeros((), leaf.dtype)).dtype)
     return leaf
