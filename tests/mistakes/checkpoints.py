@@ -92,6 +92,11 @@ class Checkpoints(Area):
     def an_empty_folder(self) -> None:
         ts.Checkpoint(model=nn.Linear(2, 1)).restore(self.folder)
 
+    @raises(InvalidArgumentError, "is no checkpoint, but a folder that has some", "its newest", "step-00000002")
+    def the_folder_of_a_manager(self) -> None:
+        manager, checkpoint = self.saved(1, 2)
+        checkpoint.restore(manager.directory)
+
     @raises(InvalidArgumentError, r"distcp is damaged", r"CRC-32 \w+, not", "an earlier checkpoint")
     def a_flipped_byte(self) -> None:
         checkpoint = ts.Checkpoint(model=nn.Linear(20, 10))
