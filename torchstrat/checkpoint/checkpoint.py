@@ -120,7 +120,7 @@ class Checkpoint:
         self._require_outside("save")
         target = _absolute(path)
         # Imported here: torch.distributed.checkpoint takes a while to load.
-        from torchstrat.checkpoint.job_state import all_processes
+        from torchstrat.checkpoint.job_state import all_processes, names_of
         from torchstrat.checkpoint.writing import SaveHandle, here_and_now, in_background, take, turns, write
 
         outcome: Future[Path] = Future()
@@ -129,7 +129,7 @@ class Checkpoint:
         turns.take(what)
         try:
             with contextlib.ExitStack() as stack:
-                call = f"Checkpoint.save of {self._names()} to {target}"
+                call = f"Checkpoint.save of {names_of(self._objects)} to {target}"
                 processes = stack.enter_context(all_processes(call, self._objects))
                 processes.attempt(self._raise_earlier, what)
                 # Every process collects what is to be written: reading some variables involves all of them.
@@ -203,7 +203,7 @@ class Checkpoint:
             ContextError: called within a replica, or in a scheduled function.
         """
         self._require_outside("restore")
-        from torchstrat.checkpoint.job_state import all_processes
+        from torchstrat.checkpoint.job_state import all_processes, names_of
         from torchstrat.checkpoint.optimizer_item import make_items
         from torchstrat.checkpoint.pieces import Selection
         from torchstrat.checkpoint.writing import turns
@@ -212,7 +212,7 @@ class Checkpoint:
         selection = Selection.of(only, strict, self._objects)
         if selection.only is not None:  # before it waits for anybody
             selection.require_among([*(name for item in make_items(self._objects, None) for name in item.names()), OWN])
-        call = f"Checkpoint.restore({selection}) of {self._names()} from {target}"
+        call = f"Checkpoint.restore({selection}) of {names_of(self._objects)} from {target}"
         servers = self._servers()
 
         def restore(takes_back: bool) -> SkippedKeys:
@@ -229,9 +229,6 @@ class Checkpoint:
             skipped = servers.restoring(self._objects, restore, whole=selection.only is None)
         logger.debug("%s is restored from %s.", self, target)
         return skipped
-
-    def _names(self) -> str:
-        return ", ".join(sorted(self._objects))
 
     def _servers(self) -> Servers | None:
         return servers_of(_tensors(self._objects.values()))

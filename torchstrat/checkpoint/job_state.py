@@ -296,6 +296,11 @@ class Processes:
         return [value] if self._communicator is None else self._communicator.all_gather_object(value, self._call)
 
 
+def names_of(objects: Mapping[str, object]) -> str:
+    """In one order on all processes: what they have to agree on."""
+    return ", ".join(sorted(objects))
+
+
 @contextlib.contextmanager
 def all_processes(call: str, objects: Mapping[str, object]) -> Iterator[Processes]:
     """Those of the default process group, if there is one of more than one process.

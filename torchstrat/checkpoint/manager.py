@@ -225,9 +225,9 @@ class CheckpointManager:
         return attempt(lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path))
 
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
-        from torchstrat.checkpoint.job_state import all_processes
+        from torchstrat.checkpoint.job_state import all_processes, names_of
 
-        call = f"CheckpointManager.save of {', '.join(sorted(checkpoint.objects))} to {path}"
+        call = f"CheckpointManager.save of {names_of(checkpoint.objects)} to {path}"
         with all_processes(call, checkpoint.objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
             processes.of_first(lambda: self._prepare(step), f"saving {path}")
