@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,8 @@ def test_local_results_of_what_is_not_distributed(strategy: ts.Strategy) -> None
 
 def test_per_replica_values_are_inert_and_mirrored_ones_act_as_their_first(strategy: ts.Strategy) -> None:
     value = strategy.run(lambda: torch.tensor([1.0]))
-    for use in (len, iter, lambda v: v[0]):
+    assert not isinstance(value, Iterable)
+    for use in (len, list, lambda v: v[0]):
         with pytest.raises(TypeError):
             use(value)
     for convert in (np.asarray, lambda v: torch.add(v, 1), lambda v: torch.stack([v, v])):

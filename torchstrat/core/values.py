@@ -170,6 +170,9 @@ for _name in ("float", "int", "bool", "complex", "round"):
 for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@"}.items():
     _refuse(f"__{_name}__", _sign)
     _refuse(f"__r{_name}__", _sign)
+# Without __iter__: isinstance(value, Iterable) stays False, and Python iterates by __getitem__, too.
+_refuse("__getitem__", "iteration, or []")
+_refuse("__len__", "len()")
 for _name, _sign in {"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
     _refuse(f"__{_name}__", _sign)
 
