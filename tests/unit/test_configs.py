@@ -224,6 +224,8 @@ def of(choice, **settings):
         (of("strategy=one_device", gradient_reduce_op="max"), r"choose one of mean, sum"),
         (of("strategy=parameter_server", workers=0), r"strategy\.workers=0 must be greater than 0"),
         (of("strategy=parameter_server", servers=0), r"strategy\.servers=0 must be greater than 0"),
+        (of("strategy=mirrored", replicas="two"), r"strategy\.replicas=two must be a whole number"),
+        (of("strategy=mirrored", replicas=1.5), r"strategy\.replicas=1\.5 must be a whole number"),
         (of("strategy=tpu", virtual_devices=-8), r"strategy\.virtual_devices=-8 must be greater than 0"),
         (of("data=csv"), r"data\.path has no default; set data\.path=…"),
         (of("data=digits", global_batch="64"), r"data\.global_batch='64' is not of type int"),
@@ -282,4 +284,6 @@ def test_the_command_is_the_script(monkeypatch, capsys):
     path = [*sys.path]
     assert cli.main() == 1
     assert sys.path == path
-    assert "error: Could not override 'epoch'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: Could not override 'epoch'" in said
+    assert "(there are name, strategy, model," in said

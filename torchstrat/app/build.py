@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchstrat.app import targets
-from torchstrat.app.config import ExperimentConfig, require, require_positive
+from torchstrat.app.config import ExperimentConfig, require, require_count
 from torchstrat.app.data import Examples
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.distributed.cluster import ProcessPlan
@@ -69,7 +69,7 @@ def synchronous(
         sharding_rules: Parameters to be cut, by name: ``{*.weight: [d0, null]}`` cuts rows. Without rules, what the
             model asks for.
     """
-    require_positive("strategy.replicas", replicas)
+    require_count("strategy.replicas", replicas)
     options = {key: value for key, value in options.items() if value is not None}
     logical = math.prod(logical_mesh_shape or [1]) if logical_devices is None else logical_devices
     mesh = logical_mesh_shape or [logical]
@@ -123,7 +123,7 @@ def on_tpu(
             cut into such replicas.
         DeviceError, UnsupportedError, ContextError: see `initialize_tpu_system`.
     """
-    require_positive("strategy.virtual_devices", virtual_devices)
+    require_count("strategy.virtual_devices", virtual_devices)
     require(
         plan is None or plan.size == 1,
         f"strategy=tpu drives all devices from one process, and a launcher started {plan.size if plan else 1}; run "

@@ -36,6 +36,14 @@ def require_positive(name: str, value: float | None) -> None:
     require(value is None or value > 0, f"{name}={value} must be greater than 0.")
 
 
+def require_count(name: str, value: object) -> None:
+    """For what no schema has converted: the arguments of calls."""
+    if value is not None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidArgumentError(f"{name}={value} must be a whole number.")
+        require_positive(name, value)
+
+
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     require(value in choices, f"{name}={value} is not known; choose one of {', '.join(choices)}.")
 

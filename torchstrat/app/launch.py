@@ -12,6 +12,7 @@ status; a sweep goes on with its other runs where every rank failed alike. ``HYD
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from torchstrat.app import config as schema
 from torchstrat.app import targets
@@ -264,8 +265,14 @@ def _explain(error: Exception) -> str:
         choices = [choice for choice in error.options or () if not choice.startswith("base_")]
         return f"{group}={name} does not exist; choose one of {', '.join(choices) or 'none'}."
     messages = [str(error)]
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        messages.append(str(error.__cause__).partition("full_key:")[0])  # then come OmegaConf's own type names
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        told = str(cause).partition("full_key:")[0].strip()  # then come OmegaConf's own type names
+        if told not in messages[0]:
+            messages.append(told)
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
+            there = ", ".join(one.name for one in dataclasses.fields(cause.object_type))
+            messages.append(f"(there are {there})")
     return " ".join(" ".join(messages).split())
 
 
