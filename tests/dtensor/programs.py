@@ -371,6 +371,8 @@ def _read_again_and_again(one: Program) -> None:
     one.train(before_step=read)
     read()
     one.train(before_step=read)
+    one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    one.train(before_step=read)
 
 
 for _kind, _settings in {

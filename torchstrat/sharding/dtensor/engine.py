@@ -48,6 +48,7 @@ from torchstrat.sharding.dtensor.cut_tensors import CutTensor, as_given, recut, 
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, SameCalls, Traffic, make_groups, make_mesh
 from torchstrat.sharding.dtensor.operators import with_stand_ins
 from torchstrat.sharding.dtensor.operators.data_attribute import both_are_asked
+from torchstrat.sharding.dtensor.optimizer_state import has_dims
 from torchstrat.sharding.dtensor.parameters import CutVariables
 from torchstrat.sharding.dtensor.replica_axis import Alone, FirstOfReplica, Forwarding, OwnColumn, OwnColumnInPlace
 from torchstrat.sharding.dtensor.step import StepSurroundings, step_pieces
@@ -142,11 +143,15 @@ class _OfOptimizer(_Hooks):
         return {**state, "state": found}
 
     def keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer would move the states to where it sees its parameters: nowhere."""
+        """The optimizer would move entries of the parameter's shape to where it sees its parameters: nowhere. It is
+        given the others, some of which every parameter has in the state of some classes (a count of steps)."""
         self._kept = state["state"]
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        cut = {number for number, one in enumerate(parameters) if self._variables.find(one) is not None}
-        return {**state, "state": {number: {} if number in cut else one for number, one in self._kept.items()}}
+        given = dict(self._kept)
+        for number, parameter in enumerate(parameters):
+            if self._variables.find(parameter) is not None and number in given:
+                given[number] = {name: one for name, one in given[number].items() if not has_dims(one)}
+        return {**state, "state": given}
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """What it was given before anybody knew of it, made outside of scopes, is as if it were loaded now."""
@@ -161,8 +166,10 @@ class _OfOptimizer(_Hooks):
         for number, parameter in enumerate(parameters):
             if self._variables.find(parameter) is None or number not in kept:
                 continue
+            loaded = optimizer.state[parameter]
             optimizer.state[parameter] = {
-                name: self._variables.cut_state(parameter, value) for name, value in kept[number].items()
+                name: self._variables.cut_state(parameter, value) if has_dims(value) else loaded.get(name, value)
+                for name, value in kept[number].items()
             }
 
 

@@ -84,7 +84,7 @@ def take_states(optimizer: torch.optim.Optimizer, variables: _Variables, devices
     for variable, entries in _entries(optimizer, variables):
         known = variables.find(variable)
         assert known is not None
-        for name in [name for name, value in entries.items() if _has_dims(value)]:
+        for name in [name for name, value in entries.items() if has_dims(value)]:
             if isinstance(entries[name], StateEntry) and entries[name].cut == known.cut:
                 if entries[name].lender is not None:
                     require_own_memory([entries[name]], f"{type(optimizer).__name__}.step() would step the state of")
@@ -136,13 +136,13 @@ def as_pieces(optimizer: torch.optim.Optimizer, variables: _Variables, devices: 
             for name, value in entries.items():
                 if id(value) in stand_for:
                     entries[name] = stand_for[id(value)]
-                elif type(value) is StateEntry or not _has_dims(value):
+                elif type(value) is StateEntry or not has_dims(value):
                     continue
                 elif tuple(value.shape) == devices.axes.piece_shape(known.shape, known.cut):
                     entries[name] = entry_of(value, known.cut, devices)
 
 
-def _has_dims(value: object) -> bool:
+def has_dims(value: object) -> bool:
     """False for a count of steps, of which every parameter has one."""
     return isinstance(value, torch.Tensor) and (type(value) is StateEntry or value.ndim > 0)
 
