@@ -37,6 +37,7 @@ CHOSEN = [
     "sum_loss_uneven",
     "weights_exchanged_as_a_vector_uneven",
     "parameter_decay_through_data_uneven",
+    "weights_averaged_as_lists_uneven",
     "all_gather_in_step",
     "all_reduce_sum_in_step_uneven",
 ]

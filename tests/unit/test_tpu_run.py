@@ -336,13 +336,18 @@ def test_dicts_and_arrays(strategy: ts.TPUStrategy) -> None:
 PAIRS = own([1.0, 2.0], [5.0, 6.0])
 
 
-def test_a_variable_takes_what_the_first_replica_makes_of_it_and_a_buffer_the_mean() -> None:
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_a_variable_takes_what_the_first_replica_makes_of_it_and_a_buffer_the_mean(as_lists: bool) -> None:
     def step(x: torch.Tensor) -> None:
         with torch.no_grad():
-            layer.weight.add_(x)
+            if as_lists:
+                torch._foreach_add_([layer.weight, layer.floating], [x, x[0] * 2])
+            else:
+                layer.weight.add_(x)
+                layer.floating.add_(x[0] * 2)
             layer.weight.data.mul_(2)
             layer.weight[0, 0] = x[0] * 10
-        layer.floating.mul_(0.5).add_(x[0])
+        layer.floating.mul_(0.5)
         layer.counts.add_(x[0].long())
 
     with fake_tpu(2) as strategy:
@@ -358,6 +363,38 @@ def test_a_variable_takes_what_the_first_replica_makes_of_it_and_a_buffer_the_me
         assert layer.weight.tolist() == [[10.0, 4.0]]
         assert float(layer.floating) == 4.0
         assert int(layer.counts) == 11  # integers have no mean: the first replica's
+
+
+def _edited_as_lists(b: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Every form of arguments that edits of lists have."""
+    a = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
+    torch._foreach_add_(a, b, alpha=0.5)
+    torch._foreach_sub_(a, 0.25)
+    torch._foreach_mul_(a, [2.0, 0.5])
+    torch._foreach_div_(a, torch.tensor(2.0))
+    torch._foreach_lerp_(a, b, 0.25)
+    torch._foreach_lerp_(a, b, weights=[torch.full((2,), 0.5)] * 2)
+    torch._foreach_addcmul_(a, b, b, value=0.5)
+    torch._foreach_addcdiv_(a, b, b, [0.25, 0.5])
+    torch._foreach_addcmul_(a, b, b, torch.tensor([2.0, 3.0]))
+    torch._foreach_maximum_(a, b)
+    torch._foreach_minimum_(a, [50.0, 40.0])
+    torch._foreach_pow_(a, 2)
+    torch._foreach_sqrt_(a)
+    rest = [torch.ones(2), torch.ones(2)]
+    torch._foreach_copy_(rest, b)
+    torch._foreach_zero_(rest[1:])
+    return [*a, *rest]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # functorch's, of lerp_ and the like
+def test_edits_of_lists_are_edits_of_each() -> None:
+    with fake_tpu(2) as strategy:
+        result = strategy.run(lambda x: torch.stack(_edited_as_lists([x, x + 1])), args=(PAIRS,))
+        for found, x in zip(result.values, PAIRS.values, strict=True):
+            torch.testing.assert_close(found, torch.stack(_edited_as_lists([x, x + 1])))
+        with pytest.raises(RuntimeError, match=r"same (number of tensors|length)"):
+            strategy.run(lambda: torch._foreach_add_([torch.ones(2)], [torch.ones(2)] * 2))
 
 
 def test_gradients_that_a_step_writes_are_combined() -> None:

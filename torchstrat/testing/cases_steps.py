@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import torchstrat as ts
 from torchstrat.testing.training import (
@@ -231,6 +232,12 @@ def _exchange_as_a_vector(model: nn.Module) -> None:
     """Weights are read out as one vector, changed, and written back as views of it."""
     vector = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(vector * 0.98, model.parameters())
+
+
+def _average_as_lists(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    average = get_ema_multi_avg_fn(0.98)
+    average(parameters, [torch.zeros_like(one) for one in parameters], 1)
 
 
 def weights_edited_by_step_hooks() -> Training:
@@ -491,6 +498,7 @@ CASES = (
     Case("parameter_decay_between_through_data", partial(edited_gradients, _decay_data)),
     Case("parameter_decay_between", partial(edited_gradients, scale)),
     Case("parameter_clamp", partial(edited_parameters, after=_clamp)),
+    Case("weights_averaged_as_lists_uneven", partial(edited_parameters, after=_average_as_lists), _uneven),
     Case("weights_exchanged_as_a_vector", partial(edited_parameters, after=_exchange_as_a_vector)),
     Case("weights_exchanged_as_a_vector_uneven", partial(edited_parameters, after=_exchange_as_a_vector), _uneven),
     Case("zero_grad_to_none", partial(zero_grad, True)),

@@ -293,6 +293,43 @@ def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) 
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
+_OF_LISTS: dict[object, Callable[..., object]] = {
+    getattr(torch, name): getattr(torch.Tensor, {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}.get(one, one))
+    for name in dir(torch)
+    if name.startswith("_foreach_") and (one := name.removeprefix("_foreach_")).endswith("_")
+}
+
+
+def edits_of_each(
+    func: object, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]] | None:
+    """What ``torch._foreach_add_`` and its kin do to each tensor of their list; None for other functions, and for lists
+    that do not fit each other. On this device an edit of lists leaves the tensors' versions as they were."""
+    method = _OF_LISTS.get(func)
+    if method is None or not args or not isinstance(args[0], list | tuple):
+        return None
+    options = {name: one for name, one in kwargs.items() if name in ("alpha", "value", "non_blocking")}
+    operands = [*args[1:], *(one for name, one in kwargs.items() if name not in options)]
+    if len(operands) == 3:  # a factor, which methods of one tensor take by its name alone
+        factor = operands.pop()
+        options["value"] = factor.tolist() if isinstance(factor, torch.Tensor) else factor
+    lists = [one for one in (*operands, *options.values()) if isinstance(one, list | tuple)]
+    if any(len(one) != len(args[0]) for one in lists):
+        return None
+
+    def of(number: int, operand: object) -> object:
+        return operand[number] if isinstance(operand, list | tuple) else operand
+
+    return (
+        (
+            method,
+            (target, *(of(number, one) for one in operands)),
+            {name: of(number, one) for name, one in options.items()},
+        )
+        for number, target in enumerate(args[0])
+    )
+
+
 def _adds_up(registry: VariableRegistry, slot: BufferSlot) -> bool:
     """Whether an edit counts once for each replica, though all make the same."""
     return registry.buffer_rules.get(slot.module, slot.name) is VariableAggregation.SUM

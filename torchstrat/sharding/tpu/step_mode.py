@@ -24,7 +24,7 @@ from torchstrat.core.tensor_classes import getter, setter
 from torchstrat.replicas.optimizer_step import closure_of, with_closure
 from torchstrat.sharding.tpu.backward import Tensors
 from torchstrat.sharding.tpu.draws import Draws, is_draw
-from torchstrat.sharding.tpu.edits import Edits, is_edit, written
+from torchstrat.sharding.tpu.edits import Edits, edits_of_each, is_edit, written
 from torchstrat.sharding.tpu.lanes import Arguments, Function, Options, TensorSet, steps_own_tensors
 from torchstrat.sharding.tpu.limits import current_place, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, lowered, members, of_complex
@@ -156,6 +156,11 @@ class RecordedMode(TorchFunctionMode):
                 if not is_enabled:
                     with torch.autocast(self._device.type, enabled=False):
                         return self._guarded(func, args, kwargs)
+        each = edits_of_each(func, args, kwargs)
+        if each is not None:
+            for edit in each:
+                self._guarded(*edit)
+            return None
         self._layouts.require_known(func, args)
         for tensor in written(func, args, kwargs):
             self._told_of_edits(tensor)
