@@ -479,6 +479,12 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
         lambda s, m, o: s.run(lambda: torch.compile(_backward, backend="eager")(m)),
     ),
     "mapped": (r"^UnsupportedError: linear on a tensor that is cut .* in a transform of torch.func", _mapped),
+    "differentiated by torch.func": (
+        r"^UnsupportedError: .* on a tensor that is cut .* was called below .* as a transform of torch.func",
+        lambda s, m, o: s.run(
+            lambda: torch.func.grad(lambda w: functional.linear(torch.ones(1, 6), w).sum())(m[1].weight)
+        ),
+    ),
     "scaled": ("UnsupportedError: _amp_foreach_non_finite_check_and_unscale_ on a tensor that is cut", _scaled),
     "nothing": ("nothing", _steps),
     "logged by one": (

@@ -124,7 +124,7 @@ class CutTensor(DTensor):
                 return cut_tensor(piece.clone(), cut, devices)
             if func is _aten.isnan.default:  # what all have found: one that raised alone would leave the others waiting
                 return devices.largest(piece.isnan().any().float(), cut_axes(cut)).bool()
-        raise refused(str(func))
+        raise refused(str(func), BELOW_FUNCTIONS)
 
     def to_local(self, **_: object) -> torch.Tensor:
         raise UnsupportedError(
@@ -213,6 +213,10 @@ def refused(operator: str, why: str = "") -> UnsupportedError:
         "strategy.replicate_to_logical_devices on the tensor before it: then every logical device computes all of it."
     )
 
+
+BELOW_FUNCTIONS = (
+    "was called below the functions that know such tensors, as a transform of torch.func (vmap, grad, jacrev …) does"
+)
 
 Axes = Sequence[int]
 

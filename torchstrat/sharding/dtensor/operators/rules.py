@@ -20,6 +20,7 @@ from torch.nn import functional
 from torchstrat.core._torch_private import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    Operator,
     is_any_autocast_enabled,
     is_inside_transform,
 )
@@ -334,6 +335,8 @@ def _without_rule(function: object, args: Sequence[object], kwargs: dict[str, ob
         _backward_to(args, kwargs)
         return None
     name = name_of(function)
+    if isinstance(function, Operator):
+        raise refused(name, cut_tensors.BELOW_FUNCTIONS)
     if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
         raise refused(name, "would change it in place; write the result to a new tensor")
     raise refused(name)
