@@ -194,7 +194,7 @@ def test_the_first_rule_that_matches_decides() -> None:
             ["*.liner1.weight", "*.bias"],
             ["a.linear1.weight", "a.linear1.bias", "norm"],
             ["*.liner1.weight"],
-            r"'\*.liner1.weight' matches no parameter's name; the most similar are a.linear1.weight",
+            r"'\*.liner1.weight' matches no parameter's name; the most similar are a.linear1.weight.*by the first of",
         ),
         (["a"], [], ["a"], "no name has been asked for"),
     ],

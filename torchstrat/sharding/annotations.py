@@ -415,7 +415,8 @@ class ShardingRules:
             )
         similar = difflib.get_close_matches(rule.pattern, [*self._names], NAMES_SHOWN, cutoff=0.0)
         nearest = f"; the most similar are {_listed(similar)}" if similar else "; no name has been asked for"
-        return f"  {rule.pattern!r} matches no parameter's name{nearest}."
+        shared = " A parameter that modules share goes by the first of its names alone." if similar else ""
+        return f"  {rule.pattern!r} matches no parameter's name{nearest}.{shared}"
 
 
 def _checked_sizes(axis_sizes: Sequence[int]) -> tuple[int, ...]:
