@@ -18,6 +18,7 @@ from torchstrat.parameter_server.serialization.pack_cache import Packed
 
 LIBRARY = """
 import dataclasses
+import functools
 import psx_other
 
 model = None
@@ -47,6 +48,7 @@ def plain(): return helper()
 def helper(): return scale
 def names_model(): return model
 def far(): return between()
+@functools.cache
 def between(): return [names_model() for _ in range(1)][0]
 def by_table(): return table.get("model")
 def by_holder(): return holder.model

@@ -103,6 +103,10 @@ SHAPES = {
     "cached property and method by type": "class Local:\n found = functools.cached_property(lambda self: model)\n"
     " @functools.singledispatchmethod\n def of(self, x): return 1\n @of.register\n def _(self, x: str): return None\n"
     "def fn(): local = Local(); return local.found, local.of('a') if vars(local) == {'found': model} else 1",
+    "cached functions": "@functools.lru_cache(7)\ndef found(n): return (model, None) if n == 0 else found(n - 1)\n"
+    "found.note = 'own'\nclass Local:\n @staticmethod\n @functools.cache\n def make(n): return found(n)\n"
+    "def fn(): return Local.make(2) if (found.note, found.cache_info().maxsize) == ('own', 7) else 1",
+    "a cached helper": "found = functools.cache(lambda n: n)\nfn = lambda: (model, None) if found(2) == 2 else 1",
     "module method": "fn = partial(lambda forward: (forward.__self__, None), model.forward)",
 }
 NAMES = {"Any": Any, "Enum": enum.Enum, "dataclass": dataclasses.dataclass, "field": dataclasses.field}

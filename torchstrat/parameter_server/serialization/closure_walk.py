@@ -53,6 +53,8 @@ _ATOMS = (
     types.CodeType,
 )
 _CODE = (types.FunctionType, types.ModuleType, type)
+CachedFunction = functools._lru_cache_wrapper  # noqa: SLF001
+"""What `functools.lru_cache` and `functools.cache` make of a function."""
 _MAX_OBJECTS = 20_000
 _MAX_KNOWN = 4_096
 _MAX_MEMBERS = 1_000  # of one container: longer ones hold data
@@ -372,6 +374,8 @@ def _parts(value: object) -> Iterator[object]:
         yield value.__func__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, CachedFunction):
+        yield value.__wrapped__
     elif isinstance(value, Mapping):
         yield from itertools.islice(list(value.values()), _MAX_MEMBERS)
     elif isinstance(value, list | tuple | set | frozenset):
@@ -384,7 +388,9 @@ def _parts(value: object) -> Iterator[object]:
 def functions_of(member: object) -> Iterator[object]:
     """What stands in a class's body: behind descriptors there are functions."""
     if isinstance(member, staticmethod | classmethod):
-        yield member.__func__
+        yield from functions_of(member.__func__)
+    elif isinstance(member, CachedFunction):
+        yield member.__wrapped__
     elif isinstance(member, property):
         yield from (part for part in (member.fget, member.fset, member.fdel) if part is not None)
     else:

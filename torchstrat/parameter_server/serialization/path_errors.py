@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core.errors import FunctionError, NotSendableError
 from torchstrat.core.variable.tensor_like import TensorLike
-from torchstrat.parameter_server.serialization.closure_walk import is_library, is_own, names_in
+from torchstrat.parameter_server.serialization.closure_walk import CachedFunction, is_library, is_own, names_in
 
 _MAX_OBJECTS = 50_000
 _MAX_MEMBERS = 10_000  # of one container
@@ -232,6 +232,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
         yield "", value.func
         yield from ((f" → argument {index}", part) for index, part in enumerate(value.args))
         yield from ((f" → argument {name!r}", part) for name, part in value.keywords.items())
+    elif isinstance(value, CachedFunction):
+        yield "", value.__wrapped__
     elif isinstance(value, type):
         for name, part in list(vars(value).items()):
             yield f".{name}", getattr(part, "__func__", getattr(part, "fget", None)) or part

@@ -37,7 +37,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import ContextError, FunctionError
 from torchstrat.core.optimizers import own_step
-from torchstrat.parameter_server.serialization.closure_walk import is_library, members_used
+from torchstrat.parameter_server.serialization.closure_walk import (
+    CachedFunction,
+    is_library,
+    members_used,
+)
 from torchstrat.parameter_server.serialization.path_errors import (
     COMPILED,
     MissingModule,
@@ -131,6 +135,27 @@ def _set_cached_property(made: functools.cached_property[object], state: tuple[C
     made.attrname = state[1]
 
 
+def _reduce_cached_function(cached: CachedFunction[object]) -> object:
+    """Python pickles it by its name alone, which other processes do not find in a script. Its cache stays here."""
+    name: object = getattr(cached, "__qualname__", None)
+    return name if _is_found_by_name(cached) else _reduce_cached_function_by_value(cached)
+
+
+def _reduce_cached_function_by_value(cached: CachedFunction[object]) -> object:
+    own = {name: value for name, value in vars(cached).items() if name != "__wrapped__"}
+    return _cached_function, (cached.__wrapped__, *cached.cache_parameters().values()), own or None
+
+
+def _cached_function(fn: Callable[..., object], maxsize: int | None, typed: bool) -> object:
+    return functools.lru_cache(maxsize, typed)(fn)
+
+
+def _is_found_by_name(value: object) -> bool:
+    """As `can_go_by_name`, of what is neither a function nor a class."""
+    found = cloudpickle.cloudpickle._lookup_module_and_qualname(value)
+    return found is not None and not cloudpickle.cloudpickle._is_registered_pickle_by_value(found[0])
+
+
 _DISPATCHING = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
 """That of every function that `functools.singledispatch` has made."""
 
@@ -179,7 +204,11 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     dispatch_table: ClassVar[object] = collections.ChainMap(
-        {types.CellType: _reduce_cell, functools.cached_property: _reduce_cached_property},
+        {
+            types.CellType: _reduce_cell,
+            functools.cached_property: _reduce_cached_property,
+            CachedFunction: _reduce_cached_function,
+        },
         cloudpickle.Pickler.dispatch_table,
     )
 
@@ -264,6 +293,12 @@ class ObjectPickler(ValuePickler):
         path = _torch_private.path_of_operator(value)
         if path is not None:
             return _torch_private.operator_at, (path,)
+        if isinstance(value, CachedFunction):
+            if self._references.by_value(value):
+                return _reduce_cached_function_by_value(value)
+            if _is_found_by_name(value):
+                self._references.note_name(value)
+            return NotImplemented
         if isinstance(value, types.FunctionType | type | types.ModuleType):
             if not self._references.by_value(value):
                 if can_go_by_name(value):

@@ -31,7 +31,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.messages import SetAttribute
-from torchstrat.parameter_server.serialization.closure_walk import functions_of, is_library, is_own_file, names_in
+from torchstrat.parameter_server.serialization.closure_walk import (
+    CachedFunction,
+    functions_of,
+    is_library,
+    is_own_file,
+    names_in,
+)
 from torchstrat.parameter_server.serialization.plain import is_fixed, is_plain
 from torchstrat.parameter_server.variables.attributes import KnownNamespace, contents_of, set_there
 
@@ -287,6 +293,8 @@ class _Code:
         met: set[int] = set()
         while pending:
             value = pending.pop()
+            if isinstance(value, CachedFunction):
+                value = value.__wrapped__
             if id(value) in met or not isinstance(value, type | types.FunctionType) or self._can_go_by_name(value):
                 continue
             met.add(id(value))
