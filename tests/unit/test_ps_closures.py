@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -452,6 +453,19 @@ def test_a_class_comes_home_as_it_is(job):
     method = vars(Local)["number"]
     assert type(unpack_result(packed)) is Local
     assert vars(Local)["number"] is method
+
+
+def test_objects_with_slots_come_home(job):
+    @dataclasses.dataclass(slots=True)
+    class Local:
+        number: int = 1
+
+    world, sent = job.world(), pack(functools.partial(Local, 2), job.catalog)
+    with mock.patch("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary()):
+        made = unpack(sent, world)()  # as in another process, which does not know the class
+        result = pack_result(made, world)
+    assert type(made) is not Local
+    assert unpack_result(result) == Local(2)
 
 
 def test_a_librarys_wrapper_is_the_librarys_where_it_arrives(job):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import enum
 import functools
 import importlib
 import io
@@ -156,6 +157,22 @@ def _is_found_by_name(value: object) -> bool:
     return found is not None and not cloudpickle.cloudpickle._is_registered_pickle_by_value(found[0])
 
 
+def _reduce_class(kind: type) -> object:
+    """A class by value. cloudpickle's own way to force it is to name whole modules, for the whole process; and it makes
+    a class with slots without any, whose objects have another form than those of the class that they come home to."""
+    reduced = cloudpickle.cloudpickle._dynamic_class_reduce(kind)
+    if "__slots__" not in vars(kind) or issubclass(kind, enum.Enum):
+        return reduced
+    make, (metaclass, name, bases, members, *rest), (space, others), *setters = reduced
+    members = {**members, "__slots__": vars(kind)["__slots__"]}
+    space = {
+        key: one
+        for key, one in space.items()
+        if key != "__slots__" and not isinstance(one, types.MemberDescriptorType)  # which the slots make
+    }
+    return make, (metaclass, name, bases, members, *rest), (space, others), *setters
+
+
 _DISPATCHING = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
 """That of every function that `functools.singledispatch` has made."""
 
@@ -211,6 +228,11 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         },
         cloudpickle.Pickler.dispatch_table,
     )
+
+    def reducer_override(self, value: object) -> object:
+        if isinstance(value, type) and "__slots__" in vars(value) and not can_go_by_name(value):
+            return _reduce_class(value)
+        return super().reducer_override(value)
 
     def _dynamic_function_reduce(self, fn: types.FunctionType) -> object:
         if fn.__code__ is _DISPATCHING:
@@ -307,8 +329,7 @@ class ObjectPickler(ValuePickler):
             if isinstance(value, types.FunctionType):
                 return self._dynamic_function_reduce(value)
             if isinstance(value, type):
-                # cloudpickle's own way to force it is to name whole modules, for the whole process.
-                return cloudpickle.cloudpickle._dynamic_class_reduce(value)
+                return _reduce_class(value)
             return PartOfModule, (value.__name__,), members_used(value, self._references.names_used())
         if isinstance(value, Optimizer):
             return _reduce_optimizer(value)
