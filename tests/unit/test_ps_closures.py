@@ -468,6 +468,20 @@ def test_objects_with_slots_come_home(job):
     assert unpack_result(result) == Local(2)
 
 
+class MistakeError(Exception):
+    """With arguments that are not those of its base."""
+
+    def __init__(self, *, row: int) -> None:
+        super().__init__(f"row {row}")
+        self.row = row
+
+
+def test_exceptions_are_results_and_arguments_as_others_are(job):
+    world, mistake = job.world(), MistakeError(row=3)
+    for found in (unpack_result(pack_result(mistake, world)), *job.send(functools.partial(max, mistake), world).args):
+        assert (type(found), found.args, found.row) == (MistakeError, ("row 3",), 3)
+
+
 def test_a_librarys_wrapper_is_the_librarys_where_it_arrives(job):
     def step(optimizer: Any) -> str:
         return "stepped"

@@ -56,7 +56,14 @@ from torchstrat.parameter_server.serialization.path_errors import (
     paths,
     refusal,
 )
-from torchstrat.parameter_server.serialization.plain import ATOMS, is_dense, is_plain, snapshot
+from torchstrat.parameter_server.serialization.plain import (
+    ATOMS,
+    from_parts,
+    in_parts,
+    is_dense,
+    is_plain,
+    snapshot,
+)
 
 _CPU = torch.device("cpu")
 
@@ -463,7 +470,7 @@ def pack_exception(error: BaseException, world: World) -> Raised:
             return Raised(_noted(copy, note))
     what = f"the {type(error).__name__} raised"
     with contextlib.suppress(Exception):
-        kind, args, state = _in_parts(error)
+        kind, args, state = in_parts(error)
         with contextlib.suppress(NotSendableError):
             return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
         state, left = _sendable(state, world)
@@ -477,17 +484,11 @@ def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_re
     if raised.packed is not None:
         with contextlib.suppress(Exception):
             kind, args, state, note = unpack(raised.packed)
-            return _noted(_from_parts(kind, args, state), note)
+            error = from_parts(kind, args)
+            if state is not None:
+                error.__setstate__(state)
+            return _noted(error, note)
     return raised.error
-
-
-def _in_parts(error: Exception) -> tuple[type[Exception], tuple[object, ...], object]:
-    """What a class of the user's own, with arguments of its own, can be made of again without calling it. How the class
-    itself says that it is pickled counts where pickle does it."""
-    kind = type(error)
-    is_own = any(isinstance(way, types.FunctionType) for way in (kind.__reduce__, kind.__reduce_ex__))
-    reduced: Any = _builtin_of(kind).__reduce__(error) if is_own else error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return kind, reduced[1], reduced[2] if len(reduced) > 2 else None
 
 
 def _sendable(state: Any, world: World) -> tuple[object, list[str]]:
@@ -498,18 +499,6 @@ def _sendable(state: Any, world: World) -> tuple[object, list[str]]:
             pack_result(value, world)
             kept[name] = value
     return kept, sorted(state.keys() - kept.keys())
-
-
-def _from_parts(kind: type[BaseException], args: tuple[object, ...], state: Any) -> BaseException:
-    error = kind.__new__(kind, *args)
-    _builtin_of(kind).__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
-    if state is not None:
-        error.__setstate__(state)
-    return error
-
-
-def _builtin_of(kind: type[BaseException]) -> type[BaseException]:
-    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 def _is_alike(copy: BaseException, error: BaseException) -> bool:

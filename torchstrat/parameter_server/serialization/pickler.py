@@ -53,7 +53,14 @@ from torchstrat.parameter_server.serialization.path_errors import (
     is_compiled,
     missing_error,
 )
-from torchstrat.parameter_server.serialization.plain import ClassesHere, is_dense, snapshot
+from torchstrat.parameter_server.serialization.plain import (
+    ClassesHere,
+    from_parts,
+    in_parts,
+    is_dense,
+    pickles_itself,
+    snapshot,
+)
 
 
 class StepsOnCoordinator:
@@ -331,6 +338,9 @@ class ObjectPickler(ValuePickler):
             if isinstance(value, type):
                 return _reduce_class(value)
             return PartOfModule, (value.__name__,), members_used(value, self._references.names_used())
+        if isinstance(value, BaseException) and not (is_library(type(value).__module__) or pickles_itself(type(value))):
+            kind, args, state = in_parts(value)
+            return from_parts, (kind, args), state
         if isinstance(value, Optimizer):
             return _reduce_optimizer(value)
         if isinstance(value, LRScheduler | ReduceLROnPlateau):

@@ -9,6 +9,7 @@ import functools
 import pickle
 import re
 import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -93,6 +94,32 @@ def is_dense(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and tensor.device.type != "meta"
     )
+
+
+def in_parts(error: BaseException) -> tuple[type[BaseException], tuple[object, ...], object]:
+    """What an exception of a class of the user's own, with arguments of its own, can be made of again without calling
+    it: its class, its arguments and its attributes. How the class itself says that it is pickled does not count."""
+    kind = type(error)
+    reduced: Any = (
+        _builtin_of(kind).__reduce__(error) if pickles_itself(kind) else error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    )
+    return kind, reduced[1], reduced[2] if len(reduced) > 2 else None
+
+
+def from_parts(kind: type[BaseException], args: tuple[object, ...]) -> BaseException:
+    """Without its attributes, which its ``__setstate__`` takes."""
+    error = kind.__new__(kind, *args)
+    _builtin_of(kind).__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
+    return error
+
+
+def pickles_itself(kind: type[BaseException]) -> bool:
+    """Whether it says how it is pickled."""
+    return any(isinstance(way, types.FunctionType) for way in (kind.__reduce__, kind.__reduce_ex__))
+
+
+def _builtin_of(kind: type[BaseException]) -> type[BaseException]:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 class ClassesHere(pickle.Unpickler):
