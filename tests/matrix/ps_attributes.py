@@ -4,9 +4,11 @@ methods of its classes name.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -98,6 +100,16 @@ def _squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[to
 
 FACTOR = 1.0
 SETTINGS = {"factor": 1.0}
+ORDERED = collections.OrderedDict(factor=1.0)
+
+
+@dataclasses.dataclass(slots=True)
+class _Record:
+    factor: float = 1.0
+    dtype: torch.dtype = torch.float64
+
+
+RECORD = _Record()
 """Of functions of a class that workers find in no file."""
 
 
@@ -115,6 +127,18 @@ def _set_global(kind: Any, _: Callable[[float], None]) -> None:
 
 def _set_member(kind: Any, _: Callable[[float], None]) -> None:
     SETTINGS["factor"] = 0.5
+
+
+def _set_in_subclass(kind: Any, _: Callable[[float], None]) -> None:
+    ORDERED["factor"] = 0.5
+
+
+def _set_in_slots(kind: Any, _: Callable[[float], None]) -> None:
+    RECORD.factor = 0.5
+
+
+def _set_in_list(kind: Any, _: Callable[[float], None]) -> None:
+    kind.factors.append(0.5)
 
 
 def _replace_helper(kind: Any, _: Callable[[float], None]) -> None:
@@ -141,6 +165,8 @@ def _of_changed_class(way: Any, *, change: Callable[[Any, Callable[[float], None
         around = value
 
     class Net(nn.Module):
+        factors: ClassVar[list[float]] = [1.0]
+
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 3).double()
@@ -150,7 +176,8 @@ def _of_changed_class(way: Any, *, change: Callable[[Any, Callable[[float], None
             return value * 0.9
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return _helper(self.scaled(self.layer(x))) * FACTOR * SETTINGS["factor"] * around
+            factor = FACTOR * SETTINGS["factor"] * ORDERED["factor"] * RECORD.factor * self.factors[-1] * around
+            return _helper(self.scaled(self.layer(x))) * factor
 
     class Derived(Net):
         pass
@@ -165,12 +192,15 @@ def _of_changed_class(way: Any, *, change: Callable[[Any, Callable[[float], None
         return _run(way, _squares(model, optimizer), model, lambda: change(Net, set_around))
     finally:
         globals().update(kept)
-        SETTINGS["factor"] = 1.0
+        SETTINGS["factor"] = ORDERED["factor"] = RECORD.factor = 1.0
 
 
 CHANGES: Mapping[str, Callable[[Any, Callable[[float], None]], None]] = {
     "a global": _set_global,
     "a member of a global": _set_member,
+    "a member of an ordered dictionary": _set_in_subclass,
+    "a record with slots": _set_in_slots,
+    "a list in the class": _set_in_list,
     "a helper function": _replace_helper,
     "a variable around it": _set_around,
     "a method": _replace_method,
@@ -180,6 +210,7 @@ CHANGES: Mapping[str, Callable[[Any, Callable[[float], None]], None]] = {
 
 RATE = 1.0
 RATES = {"rate": 1.0}
+NESTED = {"of": {"rate": 1.0}}
 
 
 class InFile(nn.Module):
@@ -202,7 +233,7 @@ class Other:
 
 
 def scaled(value: torch.Tensor) -> torch.Tensor:
-    return value * RATE * RATES["rate"] * Other.scale
+    return value * RATE * RATES["rate"] * NESTED["of"]["rate"] * Other.scale
 
 
 def _set_number() -> None:
@@ -211,6 +242,10 @@ def _set_number() -> None:
 
 def _set_in_dictionary() -> None:
     RATES["rate"] = 0.5
+
+
+def _set_in_nested() -> None:
+    NESTED["of"]["rate"] = 0.5
 
 
 def _set_on_class() -> None:
@@ -232,12 +267,13 @@ def _of_changed_file(way: Any, *, change: Callable[[], None], turn: int) -> Numb
 
         return _run(way, _squares(model, optimizer), model, change, turn)
     finally:
-        globals()["RATE"] = RATES["rate"] = InFile.scale = Other.scale = 1.0
+        globals()["RATE"] = RATES["rate"] = NESTED["of"]["rate"] = InFile.scale = Other.scale = 1.0
 
 
 IN_FILE: Mapping[str, Callable[[], None]] = {
     "a number": _set_number,
     "a number in a dictionary": _set_in_dictionary,
+    "a number in a dictionary of a dictionary": _set_in_nested,
     "an attribute of a module's class": _set_on_class,
     "an attribute of another class": _set_on_other_class,
 }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import time
 import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
@@ -199,10 +202,22 @@ def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> N
     assert program.run(lambda: model.names, "error") == ["a"]
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    gain: Any = 1.0
+    dtype: torch.dtype = torch.float64
+
+
 CHANGES_IN_PLACE: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "a list": ([1.0], lambda kept: kept.append(2.0)),
     "within a dictionary": ({"layer": {"gain": [1.0]}}, lambda kept: kept["layer"]["gain"].clear()),
     "a record": (SimpleNamespace(gain=1.0, names=["a"]), lambda kept: setattr(kept, "gain", 2.0)),
+    "a record with slots": (Slotted(), lambda kept: setattr(kept, "gain", 2.0)),
+    "a record in a record": (Slotted(SimpleNamespace(act=torch.relu, gain=[1])), lambda kept: kept.gain.gain.append(2)),
+    "an ordered dictionary": (OrderedDict(gain=1.0), lambda kept: kept.update(gain=2.0)),
+    "a queue": (deque([1.0]), lambda kept: kept.append(2.0)),
+    "a large dictionary": (dict.fromkeys(range(300), 1.0), lambda kept: kept.update(gain=2.0)),
+    "OmegaConf's": (OmegaConf.create({"of": {"layer": {"gain": [1.0]}}}), lambda kept: kept.of.layer.gain.append(2.0)),
     "a tensor": (torch.ones(2), lambda kept: kept.mul_(2)),
     "an array": (np.ones(2), lambda kept: kept.fill(2)),
 }
@@ -215,6 +230,7 @@ def test_attributes_that_are_changed_in_place_are_warned_of(
     program.model[0].kept = copy.deepcopy(kept)
     for _ in range(3):
         program.run(lambda: 0, "error")
+        repr(program.model[0].kept)  # OmegaConf's caches what it looks up
     change(program.model[0].kept)
     with pytest.warns(UserWarning, match="attribute 'kept' of a Linear was set, or changed in place, on the coord"):
         program.coordinator.schedule(lambda: 0)

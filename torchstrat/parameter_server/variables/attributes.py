@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -37,7 +36,7 @@ from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.tensor_bytes import is_same
 from torchstrat.parameter_server.messages import Gone, SetAttribute, SetAttributes, Token
 from torchstrat.parameter_server.serialization.closure_walk import is_own
-from torchstrat.parameter_server.serialization.plain import are_atoms, is_fixed
+from torchstrat.parameter_server.serialization.plain import are_atoms, contents_of, is_fixed
 from torchstrat.parameter_server.variables.cached_parameter import Alias, TensorCall, let_ask
 
 ATTRIBUTES = "attributes"
@@ -46,8 +45,6 @@ ATTRIBUTES = "attributes"
 Owner = nn.Module | Optimizer | torch.Tensor
 
 _SET_BY_SCHEDULERS = ("step", "_opt_called")
-_DEPTH, _MOST_PARTS, _MOST_BYTES = 3, 100, 4096
-"""Of values that may change and stay the same object: how deep they are looked into, and up to what size."""
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "__overloads__"))  # which torch.jit.script sets
 
 
@@ -251,32 +248,6 @@ def mark_of(value: object) -> object:
         return value
     found = contents_of(value)
     return id(value) if found is None else (id(value), found)
-
-
-def contents_of(value: object) -> object:
-    """Other ones when it was changed in place; None where that cannot be told."""
-    return _contents(value, _DEPTH)
-
-
-def _contents(value: Any, depth: int) -> object:
-    """Other ones when a container, a tensor or a record of settings was changed in place; None of what is something
-    else, or has parts that are, such as parameters: who holds those tells of them."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        return None if value.is_inference() else version_of(value)
-    if kind is np.ndarray:
-        return value.tobytes() if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else None
-    members: Any = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
-    if type(members) not in _CONTAINERS or len(members) > _MOST_PARTS:
-        return None
-    parts = [*members, *members.values()] if type(members) is dict else [*members]
-    if are_atoms(map(type, parts)):
-        return parts
-    found = [part if is_fixed(part) else _contents(part, depth - 1) if depth else None for part in parts]
-    return None if any(one is None and part is not None for one, part in zip(found, parts, strict=True)) else found
-
-
-_CONTAINERS = (list, tuple, dict, set)
 
 
 # -- of classes, on the coordinator ------------------------------------------------------------------------------------

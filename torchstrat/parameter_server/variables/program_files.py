@@ -8,13 +8,15 @@ place of another one (``layers.act = other``) is warned of.
 
 A class that workers find in no file travels by value, once, with its methods and a copy of what they name outside of
 it: globals and variables of a function around it (``ALPHA``, ``settings["alpha"]``, a helper function). When the
-program changes any of these afterwards, the class is another one, and travels again.
+program changes any of these afterwards, or a list, a dictionary or a record of settings in the class, the class is
+another one, and travels again.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib
 import inspect
 import itertools
@@ -26,8 +28,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.messages import SetAttribute
@@ -38,8 +38,8 @@ from torchstrat.parameter_server.serialization.closure_walk import (
     is_own_file,
     names_in,
 )
-from torchstrat.parameter_server.serialization.plain import is_fixed, is_plain
-from torchstrat.parameter_server.variables.attributes import KnownNamespace, contents_of, set_there
+from torchstrat.parameter_server.serialization.plain import ALONE, contents_of, is_fixed, is_plain
+from torchstrat.parameter_server.variables.attributes import KnownNamespace, set_there
 
 GLOBALS = "globals"
 """Of the settings' keys: (this, name of a module) → what was set in it, by name; ``Head.alpha`` of a class."""
@@ -61,16 +61,16 @@ class _Space(KnownNamespace):
 
     def changes(self, members: Mapping[str, object]) -> int:
         super().changes(members)
-        contents: list[object] = [dict(one) for one in self.last if type(one) is dict and len(one) <= _MOST_PARTS]
+        contents = [contents_of(one) for one in self.last if type(one) is dict and len(one) <= _MOST_PARTS]
         if contents != self._contents:
             self._contents = contents
             self.count += 1
         return self.count
 
     def sent_of(self, members: Mapping[str, object]) -> dict[str, object]:
-        plain = {name: dict(one) for name, one in members.items() if type(one) is dict and len(one) <= _MOST_PARTS}
+        plain = {name: one for name, one in members.items() if type(one) is dict and len(one) <= _MOST_PARTS}
         plain = {name: one for name, one in plain.items() if is_plain(one) and not name.startswith("__")}
-        return super().sent_of(members) | plain
+        return super().sent_of(members) | copy.deepcopy(plain)
 
     def replaced(self) -> str | None:
         """A function or class in whose place there is another one since the last time."""
@@ -227,8 +227,6 @@ def put_globals(name: str, values: Mapping[str, SetAttribute]) -> None:
 
 
 _Look = Callable[[], tuple[object, ...]]
-_ALONE = (nn.Module, Optimizer, torch.Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-"""Which of these it is matters, and not what is in it: others tell of that."""
 
 
 class CodeOfClasses:
@@ -301,8 +299,10 @@ class _Code:
             if isinstance(value, type):
                 if is_library(value.__module__):  # made by a function of PyTorch's (a parametrization's)
                     continue
-                code = {name: one for name, one in vars(value).items() if any(map(_is_function, functions_of(one)))}
-                yield partial(_of_class, value, [*code])
+                members = vars(value).items()
+                code = {name: one for name, one in members if any(map(_is_function, functions_of(one)))}
+                data = [name for name, one in members if not name.startswith("__") and _is_data(one)]
+                yield partial(_of_class, value, [*code, *data])
                 pending += [fn for one in code.values() for fn in functions_of(one)]
                 pending += value.__mro__
             else:
@@ -343,7 +343,12 @@ def _is_module(value: object) -> bool:
 
 def _may_change(value: object) -> bool:
     """And stay the same object."""
-    return not is_fixed(value) and not isinstance(value, _ALONE)
+    return not is_fixed(value) and not isinstance(value, ALONE)
+
+
+def _is_data(value: object) -> bool:
+    """That is told of when it changes. Numbers, strings and the like are set on the class that is there."""
+    return _may_change(value) and contents_of(value) is not None
 
 
 def meaning_of(value: object) -> object:
