@@ -31,6 +31,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lazy_layer_behind_the_hooks": UnsupportedError,
     "parameter_made_in_forward": UnsupportedError,  # it would be a worker's alone
     "group_added_in_step": InvalidArgumentError,
+    "group_removed": UnsupportedError,
     **{name: UnsupportedError for name in CASES if "replaced_in_step" in name},
     "stepped_outside_of_runs": ContextError,  # the gradients are on the worker, and the step is the coordinator's
     "sharpness_aware": UnsupportedError,  # puts state into an optimizer outside of its step()

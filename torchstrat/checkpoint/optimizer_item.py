@@ -20,7 +20,7 @@ from torchstrat.checkpoint.pieces import KeyPath, Piece, goes_by_rows, is_block,
 from torchstrat.checkpoint.remote import RemoteSlot, RemoteState, Servers
 from torchstrat.core import _torch_private
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.core.optimizers import hyperparameters, is_listed, kind_of
+from torchstrat.core.optimizers import hyperparameters, is_listed, kind_of, state_dict_of
 from torchstrat.core.values import misfit
 from torchstrat.core.variable.tensor_like import TensorInShards
 from torchstrat.core.variable.variable import Variable
@@ -85,7 +85,7 @@ class OptimizerItem:
         return writes
 
     def _packed(self) -> dict[str, Any]:
-        packed = self._optimizer.state_dict()
+        packed = state_dict_of(self._optimizer)
         if isinstance(packed, dict) and isinstance(packed.get("state"), Mapping):
             return packed
         raise UnsupportedError(
@@ -270,7 +270,7 @@ class OptimizerItem:
             elif path[3] != "params":
                 groups[int(path[2])][str(path[3])] = value
         if more:  # only the class knows what to do with it
-            self._optimizer.load_state_dict({**self._optimizer.state_dict(), **more})
+            self._optimizer.load_state_dict({**state_dict_of(self._optimizer), **more})
         if self._servers is not None and paths:
             self._servers.push_options(self._optimizer)
 
@@ -278,7 +278,7 @@ class OptimizerItem:
         self, paths: Sequence[KeyPath], places: Sequence[tuple[int, str]], values: Sequence[object], replaced: set[int]
     ) -> None:
         """``replaced``: the numbers of the parameters whose state is to be that of ``places``."""
-        packed = self._optimizer.state_dict()
+        packed = state_dict_of(self._optimizer)
         is_whole = len(replaced) == len(self._parameters)  # what has other keys than parameters goes with it
         held = {} if is_whole else packed["state"]
         packed["state"] = {number: state for number, state in held.items() if number not in replaced}

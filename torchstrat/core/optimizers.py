@@ -270,14 +270,37 @@ def kept_by(optimizer: Optimizer) -> list[object]:
     return found
 
 
+def state_of_removed(optimizer: Optimizer) -> dict[torch.Tensor, object]:
+    """What it keeps of tensors that are in none of its groups any more."""
+    listed = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    held = dict.items(optimizer.state) if isinstance(optimizer.state, dict) else ()
+    return {key: entry for key, entry in held if isinstance(key, torch.Tensor) and id(key) not in listed}
+
+
+def state_dict_of(optimizer: Optimizer) -> Any:
+    """Its ``state_dict()``, which fails with a bare KeyError in PyTorch where there is a `state_of_removed`; that is
+    left out."""
+    removed = state_of_removed(optimizer)
+    if not removed:
+        return optimizer.state_dict()
+    for key in removed:
+        del optimizer.state[key]
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state.update(removed)
+
+
 def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """`Optimizer.load_state_dict` into the groups and the state that are there, where PyTorch puts others in their
-    place: an optimizer that wraps this one may have the same (``self.param_groups = wrapped.param_groups``)."""
+    place: an optimizer that wraps this one may have the same (``self.param_groups = wrapped.param_groups``). The
+    `state_of_removed` stays."""
     kept, groups, each = optimizer.state, optimizer.param_groups, list(optimizer.param_groups)
+    removed = state_of_removed(optimizer)
     if not is_seen_to_step(optimizer):  # to load would let PyTorch call hooks around its steps from now on
         tensors = [tensor for group in groups for tensor in group["params"]]
         kept.clear()
-        kept.update({tensors[place]: entry for place, entry in state["state"].items()})
+        kept.update({tensors[place]: entry for place, entry in state["state"].items()} | removed)
         return
     optimizer.load_state_dict(state)
     if optimizer.param_groups is not groups:
@@ -290,6 +313,7 @@ def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
         kept.clear()
         kept.update(optimizer.state)
         optimizer.state = kept
+    kept.update(removed)
 
 
 def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) -> None:

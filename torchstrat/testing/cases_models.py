@@ -428,6 +428,26 @@ class _Late(nn.Module):
 
 _uneven_images = partial(images, (8, 5, 1, 3, 7))
 
+
+def group_removed() -> Training:
+    """Its parameters have state still, which PyTorch makes no state dictionary of; later they are stepped again."""
+    model = Mlp()
+    optimizer = adam(model.last)
+    optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.01})
+    removed = list(optimizer.param_groups[1:])
+
+    def before(step_index: int) -> None:
+        if step_index == 1:
+            del optimizer.param_groups[1]
+        if step_index == 4:
+            optimizer.param_groups += removed
+
+    return Training(plain_step(model, optimizer), {"model": model, "optimizer": optimizer}, before=before)
+
+
+_idle = partial(regression, (12, 12, 1, 12, 12))
+"""In the third run one replica alone has rows."""
+
 CASES = (
     Case("weight_tying", partial(classifier, _tied), partial(classification, classes=12)),
     Case("lstm", partial(classifier, _recurrent), classification),
@@ -484,6 +504,7 @@ CASES = (
     ),
     Case("members_set_anew", partial(members_set_anew, nn.Identity)),
     Case("members_set_anew_beside_made", partial(members_set_anew, _Late)),
+    *named(group_removed, batches=_idle),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),
 )

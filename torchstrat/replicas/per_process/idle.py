@@ -23,7 +23,14 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import own_buffers
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
-from torchstrat.core.optimizers import hyperparameters, is_listed, is_seen_to_step, load_in_place
+from torchstrat.core.optimizers import (
+    hyperparameters,
+    is_listed,
+    is_seen_to_step,
+    load_in_place,
+    state_dict_of,
+    state_of_removed,
+)
 from torchstrat.core.randomness import RandomStreams
 from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp
@@ -224,12 +231,18 @@ class IdleReplicas:
             before, now = self._tensors.get(id(helper), {}), optimizer_state.tensors_in(helper)
             # What the run has edited in place, and put no other in the place of: it is edited on the others, too.
             state["kept"] = [place for place, tensor in now.items() if before.get(place) is tensor]
+            removed = state_of_removed(helper).items()
+            names = self._names() if removed else {}
+            state["removed"] = {names[id(one)]: entry for one, entry in removed if id(one) in names}
         return state
 
     def _variables_of(self, optimizer: Optimizer) -> list[list[str | None]]:
         """By group. None: a tensor that has no name on all ranks."""
-        names = {id(tensor): name for name, tensor in self._registry.named_tensors().items()}
+        names = self._names()
         return [[names.get(id(tensor)) for tensor in group["params"]] for group in optimizer.param_groups]
+
+    def _names(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in self._registry.named_tensors().items()}
 
     def _regroup(self, optimizer: Optimizer, told: list[list[str | None]]) -> None:
         """The step has added groups, or moved parameters between them."""
@@ -255,6 +268,7 @@ class IdleReplicas:
                 self._regroup(helper, state.pop("variables"))
                 own = optimizer_state.tensors_in(helper)
                 own = {place: own[place] for place in state.pop("kept") if place in own}
+                removed = state.pop("removed")
                 if state.pop("has stepped"):
                     vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
             if isinstance(helper, Optimizer) and self._storage is not None and self._storage.shares(helper):
@@ -264,6 +278,9 @@ class IdleReplicas:
                 load_in_place(helper, state)
             if isinstance(helper, Optimizer):
                 optimizer_state.keep_tensors(helper, own)
+                if removed:
+                    named = self._registry.named_tensors()
+                    helper.state.update((named[name], entry) for name, entry in removed.items() if name in named)
             elif hasattr(helper, "load_state_dict"):
                 helper.load_state_dict(state)
 
@@ -344,7 +361,10 @@ def _state_dict(helper: object) -> Any:
         return None
     if isinstance(helper, Optimizer) and _asks_tables_of_hooks(helper):
         return _state_without_tables(helper)
-    state = helper.state_dict() if hasattr(helper, "state_dict") else None
+    if isinstance(helper, Optimizer):
+        state = state_dict_of(helper)
+    else:
+        state = helper.state_dict() if hasattr(helper, "state_dict") else None
     is_odd = isinstance(helper, Optimizer) and not (isinstance(state, dict) and "param_groups" in state)
     return None if is_odd else state  # a list of those of several that it wraps, say
 

@@ -18,7 +18,7 @@ from torchstrat.core._torch_private import after_step, before_step, own_buffer
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import Communicator, MakesRounds
 from torchstrat.core.memory import Copies, local_copies
-from torchstrat.core.optimizers import load_in_place
+from torchstrat.core.optimizers import load_in_place, state_dict_of
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica
 from torchstrat.core.variables import VariableRegistry
@@ -211,6 +211,6 @@ class _OutsideChanges:
         agree(communicator, OUTSIDE, (float(len(changed)), float(len(edited))))
         broadcast_tensors(communicator, changed, 0, OUTSIDE)
         for optimizer in edited:
-            state = communicator.broadcast_object(optimizer.state_dict(), 0, OUTSIDE)
+            state = communicator.broadcast_object(state_dict_of(optimizer), 0, OUTSIDE)
             if communicator.rank != 0:
                 load_in_place(optimizer, state)
