@@ -8,6 +8,7 @@ import random
 import re
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 import torchstrat as ts
 from tests.support.programs import wait_for
 from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
-from torchstrat.errors import CommunicationError, NotSendableError, UnsupportedError
+from torchstrat.errors import CommunicationError, NotSendableError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.testing import Workers, WorkersError, contract, divergence
 from torchstrat.testing.cases_optimizers import FreeOfSchedules
 from torchstrat.testing.training import Batch, Mlp, Training, one_device, plain_step, regression, squared_error
@@ -388,6 +389,38 @@ def edit_by_a_few_ulps() -> tuple[dict[str, torch.Tensor], list[str]]:
         told += [name] * any("the replicas have changed" in str(one.message) for one in caught)
     strategy.close()
     return {name: value.detach().clone() for name, value in kinds.items()}, told
+
+
+def _new_layer(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(2, 2)
+
+
+def _pruned(model: nn.Sequential) -> None:
+    nn.utils.prune.l1_unstructured(model[0], "weight", 1)
+
+
+def change_without_rows(row: str, change: Callable[[nn.Sequential], None]) -> str:
+    strategy = contract.TORCHRUN[row].make()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    (batch,) = strategy.distribute_dataset([torch.zeros(1, 1)])
+    try:
+        strategy.run(lambda rows: change(model), args=(batch,))
+    except ReplicaDivergenceError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
+@pytest.mark.parametrize(("change", "name"), [(_new_layer, "Sequential a new '1'"), (_pruned, "Linear other hooks")])
+@pytest.mark.parametrize("row", ["mirrored", "central_storage"])
+def test_what_a_rank_without_rows_cannot_make_is_refused_by_all(
+    row: str, change: Callable[[nn.Sequential], None], name: str, two_processes: Workers
+) -> None:
+    for message in two_processes.run(change_without_rows, row, change):
+        assert f"a step has given {name}" in message
+        assert "replica 1 had no rows" in message
 
 
 def test_edits_that_no_counter_sees_are_noticed_and_the_first_ones_count(two_processes: Workers) -> None:

@@ -30,7 +30,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "tensor_hooks": UnsupportedError,  # hooks on parameters, which workers have others of
     "lazy_layer_behind_the_hooks": UnsupportedError,
     "parameter_made_in_forward": UnsupportedError,  # it would be a worker's alone
-    "group_added_in_step": InvalidArgumentError,
+    **dict.fromkeys(("group_added_in_step", "elements_of_other_shapes"), InvalidArgumentError),
     "group_removed": UnsupportedError,
     **{name: UnsupportedError for name in CASES if "replaced_in_step" in name},
     "stepped_outside_of_runs": ContextError,  # the gradients are on the worker, and the step is the coordinator's

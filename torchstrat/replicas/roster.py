@@ -11,13 +11,19 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat.core._torch_private import own_buffers, own_parameters
+from torchstrat.core._torch_private import (
+    hooks_before_forward,
+    own_buffers,
+    own_children,
+    own_parameters,
+    unsaved_buffers,
+)
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.reachable import is_made
@@ -300,3 +306,146 @@ def _buffers_of(module: nn.Module) -> list[torch.Tensor]:
 
 def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+# -- ranks without rows -----------------------------------------------------------------------------------------------
+#
+# Parameters, buffers and children that a step gives to modules, puts in each other's place or takes away are handed
+# over to them, by the places that they had when the run began. What has come up in the step is made there, too, if it
+# is a parameter or a buffer, with values to come. A new module is not: nobody can tell how it is made.
+
+_Member = TypeVar("_Member")
+_Place = tuple[int, str]
+"""A module's number, and a name in it."""
+
+
+class _New(NamedTuple):
+    number: int
+    """Among those that the step has made: one may stand in several places."""
+    shape: torch.Size
+    dtype: torch.dtype
+    trains: bool
+
+
+class _Told(NamedTuple):
+    """Of one module, members by name, in order."""
+
+    parameters: dict[str, _Place | _New | None]
+    children: dict[str, int | None]
+    """By number; None: there is none."""
+    buffers: list[str]
+    passing: list[str]
+    """Names of buffers that are no part of the state dictionary."""
+
+
+MembersTold = dict[int, _Told]
+
+
+class _Members(NamedTuple):
+    kind: type
+    parameters: dict[str, nn.Parameter | None]
+    children: dict[str, nn.Module | None]
+    buffers: list[str]
+    hooks: list[int]
+    """Before the forward pass, as pruning has one."""
+
+
+class MembersOfStep:
+    """Of one run that some ranks sit out. Every rank makes one when it begins."""
+
+    def __init__(self, registry: VariableRegistry) -> None:
+        self._modules = {
+            registry.number_of(module): module
+            for module in registry.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
+        self._before = {number: _members_of(module) for number, module in self._modules.items()}
+        self._places: dict[int, _Place] = {
+            id(one): (number, name)
+            for number, members in self._before.items()
+            for name, one in members.parameters.items()
+            if one is not None
+        }
+        self._made: dict[int, int] = {}
+
+    def changes(self) -> MembersTold | str:
+        """By the number of the module. A text: why they cannot be handed over."""
+        told = {}
+        numbers = {id(module): number for number, module in self._modules.items()}
+        for number, module in self._modules.items():
+            before, now = self._before[number], _members_of(module)
+            if _are_same(before, now):
+                continue
+            children = {name: None if one is None else numbers.get(id(one), -1) for name, one in now.children.items()}
+            new = [name for name, child in children.items() if child == -1]
+            odd = [name for name, one in now.parameters.items() if one is not None and self._is_odd(one)]
+            if new or odd or before.kind is not now.kind or before.hooks != now.hooks:
+                what = f"a new {(new or odd)[0]!r}" if new or odd else "other hooks or another class"
+                return f"a step has given {before.kind.__name__} {what}"
+            parameters = {name: self._refer_to(one) for name, one in now.parameters.items()}
+            told[number] = _Told(parameters, children, now.buffers, sorted(unsaved_buffers(module)))
+        return told
+
+    def _is_odd(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) not in self._places and (is_lazy(parameter) or type(parameter) is not nn.Parameter)
+
+    def _refer_to(self, parameter: nn.Parameter | None) -> _Place | _New | None:
+        if parameter is None or id(parameter) in self._places:
+            return None if parameter is None else self._places[id(parameter)]
+        number = self._made.setdefault(id(parameter), len(self._made))
+        return _New(number, parameter.shape, parameter.dtype, parameter.requires_grad)
+
+    def put(self, told: MembersTold, device: torch.device) -> None:
+        """On a rank without rows. New ones have no values yet."""
+        made: dict[int, nn.Parameter] = {}
+        for number, (parameters, children, buffers, passing) in told.items():
+            module = self._modules.get(number)
+            if module is None:
+                continue
+            modules = {name: None if one is None else self._modules[one] for name, one in children.items()}
+            _refill(own_parameters(module), {name: self._find(one, made, device) for name, one in parameters.items()})
+            _refill(own_children(module), modules)
+            _refill(own_buffers(module), {name: own_buffers(module).get(name) for name in buffers})
+            unsaved_buffers(module).clear()
+            unsaved_buffers(module).update(passing)
+
+    def _find(
+        self, told: _Place | _New | None, made: dict[int, nn.Parameter], device: torch.device
+    ) -> nn.Parameter | None:
+        if told is None:
+            return None
+        if not isinstance(told, _New):
+            number, name = told
+            return self._before[number].parameters[name]
+        if told.number not in made:
+            made[told.number] = nn.Parameter(torch.empty(told.shape, dtype=told.dtype, device=device), told.trains)
+        return made[told.number]
+
+
+def _members_of(module: nn.Module) -> _Members:
+    members = dict(own_parameters(module)), dict(own_children(module)), list(own_buffers(module))
+    return _Members(type(module), *members, list(hooks_before_forward(module)))
+
+
+def _are_same(before: _Members, now: _Members) -> bool:
+    if before.buffers != now.buffers:
+        return False
+    tables = (before.parameters, now.parameters), (before.children, now.children)
+    return all(
+        list(was) == list(found) and all(one is found[name] for name, one in was.items()) for was, found in tables
+    )
+
+
+def _refill(table: dict[str, _Member], members: dict[str, _Member]) -> None:
+    """The dictionary stays the one that it is."""
+    table.clear()
+    table.update(members)
+
+
+def refuse_members(why: str, idle: list[int]) -> ReplicaDivergenceError:
+    """The error, for all ranks."""
+    ranks = ", ".join(map(str, idle))
+    return ReplicaDivergenceError(
+        f"{why}, and replica {ranks} had no rows in that step, so that it does not have it. Do this outside of "
+        "Strategy.run, where every process does it, or in a step in which every replica has rows."
+    )

@@ -332,6 +332,13 @@ class TensorSlot:
             return grad is None and left is None
         return grad is left() and version_of(grad) == version
 
+    def grad_of(self, replica: int) -> torch.Tensor | None:
+        """Unless it is of what the tensor was before a run that the replica has sat out: ``p.data = torch.cat(…)``."""
+        grad, tensor = self.grads.get(replica), self.tensor
+        if grad is None or grad.shape != tensor.shape:
+            return None
+        return grad if getattr(tensor, "grad_dtype", tensor.dtype) in (None, grad.dtype) else None
+
     def cast_grads(self, dtype: torch.dtype) -> None:
         """The program has cast the tensor and its gradient, of which it sees the installed one."""
         changed = {r: grad.to(dtype) for r, grad in self.grads.items() if grad is not None and grad.dtype != dtype}

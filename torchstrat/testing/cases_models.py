@@ -429,6 +429,32 @@ class _Late(nn.Module):
 _uneven_images = partial(images, (8, 5, 1, 3, 7))
 
 
+def _widen(model: Mlp) -> None:
+    """The parameters stay, and are given other elements: what they began with, and three hidden units more."""
+    first, last = model.first, model.last
+    first.weight.data = torch.cat([first.weight.data, first.weight.data[:3] * 0.5])
+    first.bias.data = torch.cat([first.bias.data, first.bias.data[:3]])
+    last.weight.data = torch.cat([last.weight.data, last.weight.data[:, :3] * 0.5], dim=1)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def elements_of_other_shapes() -> Training:
+    model = Mlp()
+    train = plain_step(model, sgd(model, momentum=0.0))
+    runs = [0]
+
+    def step(batch: Batch) -> torch.Tensor:
+        if runs[0] == 2:
+            _widen(model)
+        return train(batch)
+
+    def before(index: int) -> None:
+        runs[0] = index
+
+    return Training(step, {"model": model}, before=before)
+
+
 def group_removed() -> Training:
     """Its parameters have state still, which PyTorch makes no state dictionary of; later they are stepped again."""
     model = Mlp()
@@ -504,7 +530,7 @@ CASES = (
     ),
     Case("members_set_anew", partial(members_set_anew, nn.Identity)),
     Case("members_set_anew_beside_made", partial(members_set_anew, _Late)),
-    *named(group_removed, batches=_idle),
+    *named(elements_of_other_shapes, group_removed, batches=_idle),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),
 )

@@ -562,6 +562,11 @@ CASES = (
     ),
     Case("layer_replaced_in_step", partial(replaced_in_step, _another_layer)),
     Case("parameters_replaced_in_step", partial(replaced_in_step, _other_parameters)),
+    Case(
+        "parameters_replaced_in_step_idle",
+        partial(replaced_in_step, _other_parameters),
+        partial(regression, (12, 12, 1, 12, 12)),
+    ),
     *(Case(f"{name}_begun_elsewhere", partial(begun_elsewhere, _OPTIMIZERS[name], *of)) for name, of in _BEGUN.items()),
     *named(state_dict_round_trip),
     Case("snapshot_loaded_again_idle", snapshot_loaded_again, partial(regression, (8, 8, 3, 1, 8))),

@@ -369,7 +369,9 @@ class Copies:
         self._staging.pop(spec.number, None)
         if spec.kind == "parameter" and self._device.type == "cpu":
             parameter = self._parameter(spec.number)
-            parameter.replace(self._memory_for(spec).copy_(parameter.memory))
+            memory = self._memory_for(spec)
+            # Else what a function has given up: elements of another shape, which are refused.
+            parameter.replace(memory.copy_(parameter.memory) if parameter.memory.shape == memory.shape else memory)
         self._fresh.discard(spec.number)
         if spec.by_rows:
             self._table(spec.number).is_current = False

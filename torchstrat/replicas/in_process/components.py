@@ -226,8 +226,7 @@ class Components:
             if tensor.grad is not None:
                 tensor.grad = None
             tensor.data = slot.data[key]
-            grad = slot.grads.get(key)
-            if grad is not None:
+            if (grad := slot.grads.get(key)) is not None:
                 tensor.grad = grad
             if slot.trains:
                 tensor.requires_grad_(slot.trains.get(key, slot.trained))
@@ -304,11 +303,10 @@ class Components:
         self.park()
         device = self.device_of(replica)
         for slot in self._slots.values():
-            grad = slot.grads.get(replica)
             slot.tensor.grad = None
             if slot.tensor.device != device:  # a gradient has to be where its tensor is
                 slot.tensor.data = torch.empty_like(slot.tensor, device=device)
-            slot.tensor.grad = grad
+            slot.tensor.grad = slot.grad_of(replica)
         try:
             yield
         finally:

@@ -45,7 +45,7 @@ from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.per_process.edits import level_plain
 from torchstrat.replicas.per_process.step_policies import OWNER
-from torchstrat.replicas.roster import Rosters
+from torchstrat.replicas.roster import MembersOfStep, MembersTold, Rosters, refuse_members
 
 BEFORE = "the start of a run (some replicas have no rows)"
 SETTLE = "the end of a run (gradients that are new in sums)"
@@ -64,6 +64,8 @@ class _Manifest(NamedTuple):
     structure: object
     """Of the step's result, with None for leaves."""
     counts: tuple[int, int, int]
+    members: MembersTold | str
+    """As `MembersOfStep.changes` has them."""
     parameters: dict[str, _Kind]
     central: set[str]
     """Those of the parameters that need no handing over: all ranks see them."""
@@ -110,6 +112,7 @@ class IdleReplicas:
         self._world = world
         self._device = device
         self._first = active[0]
+        self._idle = [rank for rank in range(world.size) if rank not in active]
         self._is_idle = world.rank not in active
         self._registry = registry
         self._rosters = rosters
@@ -132,6 +135,7 @@ class IdleReplicas:
         is_first = self._world.rank == self._first
         self._counts.begin(self._registry.objects)
         self._known = range(self._registry.counts[2])
+        self._members = MembersOfStep(self._registry)
         self._attributes = _attributes_of(self._registry, self._known) if is_first else {}
         optimizers = self._optimizers() if is_first else {}
         self._settings = {number: _settings_of(one) for number, one in optimizers.items()}
@@ -167,10 +171,13 @@ class IdleReplicas:
         """Hand over. Returns the result of the run on this rank: without components, where it was idle."""
         mine = self._make_manifest(result) if self._world.rank == self._first else None
         manifest: _Manifest = self._world.broadcast_object(mine, self._first, AFTER)
+        if isinstance(manifest.members, str):
+            raise refuse_members(manifest.members, self._idle)
         if not self._is_idle:
             self._registry.forget_held_since(len(self._known))
         if self._is_idle:
             self._registry.catch_up_with(manifest.counts)
+            self._members.put(manifest.members, self._device)
             self._gradients.pending = manifest.pending
             self._materialise(manifest)
             self._load_helpers(manifest.helpers)
@@ -200,6 +207,7 @@ class IdleReplicas:
         return _Manifest(
             _structure(result),
             self._registry.counts,
+            self._members.changes(),
             {name: _kind(tensor) for name, tensor in roster.items()},
             {
                 name
@@ -299,6 +307,8 @@ class IdleReplicas:
             tensor = named.get(name)
             if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
                 tensor.materialize(kind.shape, dtype=kind.dtype)
+            elif tensor is not None and _kind(tensor) != kind:  # ``p.data = torch.cat((p, rows))``, or a cast
+                tensor.grad, tensor.data = None, self._room_for(kind)
         slots = self._registry.named_buffer_slots()
         for name, kind in manifest.buffers.items():
             slot = slots.get(name)
