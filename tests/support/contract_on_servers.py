@@ -58,6 +58,7 @@ PYTHON_STATE: Mapping[str, str] = {
     **{name: "the same" for name in CASES if name.endswith("_between_runs") or "penal" in name},
     "rate_set_by_hand": "the function sets its worker's copy of the learning rate",
     "deepcopy_kept_between_steps": "the coordinator clears a dict of which the worker has a copy",
+    "grad_scaler_updated_between_steps": "every worker has a scaler of its own",
     "grad_scaler": "every worker has a scaler of its own, and the coordinator's is looked at",
     "grad_scaler_overflow": "every worker has a scaler of its own, and the coordinator's is looked at",
     "dropout": "every function has random numbers of its own",

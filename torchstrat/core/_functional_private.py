@@ -1,5 +1,5 @@
-"""The names of torch.nn.functional and TorchScript that are not public API, looked up when this file is imported; and
-PyTorch's readers, which this file replaces.
+"""The names of torch.nn.functional, TorchScript and gradient scalers that are not public API, looked up when this file
+is imported; and PyTorch's readers, which this file replaces.
 
 A lookup with ``max_norm`` is heard of by the first.
 
@@ -18,11 +18,13 @@ import inspect
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import is_compiler_at_work, look_up, uncompiled
 from torchstrat.core.tensor_classes import tensors_in
@@ -239,3 +241,42 @@ def have_readers_ask(*kinds: type) -> Callable[[], None]:
             _asked = tuple(rest)
 
     return end
+
+
+# -- what a scaler notes of each optimizer from `unscale_` to `update`, and its state dictionary does not have
+
+_SCALE, _NOTED = "_scale", "_per_optimizer_states"
+_begin = look_up("amp.GradScaler._lazy_init_scale_growth_tracker")
+_STAGE, _FOUND = "stage", "found_inf_per_device"
+
+
+class NotedByScaler(NamedTuple):
+    """As it can be sent to another process."""
+
+    has_scaled: bool
+    optimizers: dict[int, tuple[object, list[float]]]
+    """By number, the stage of its step, and whether there were infinite gradients, by device."""
+
+
+def noted_by(scaler: GradScaler, optimizers: Mapping[int, Optimizer]) -> NotedByScaler:
+    numbers = {id(one): number for number, one in optimizers.items()}
+    found = {
+        numbers[key]: (noted[_STAGE], [float(one) for one in noted[_FOUND].values()])
+        for key, noted in getattr(scaler, _NOTED).items()
+        if key in numbers
+    }
+    return NotedByScaler(getattr(scaler, _SCALE) is not None, found)
+
+
+def put_noted(
+    scaler: GradScaler, told: NotedByScaler, optimizers: Mapping[int, Optimizer], device: torch.device
+) -> None:
+    """Before the scaler's state is loaded. ``device``: of what is scaled."""
+    if told.has_scaled and getattr(scaler, _SCALE) is None:
+        _begin(scaler, device)
+    noted = getattr(scaler, _NOTED)
+    noted.clear()
+    for number, (stage, found) in told.optimizers.items():
+        if number in optimizers:
+            tensors = [torch.full((), value, dtype=torch.float32, device=device) for value in found]
+            noted[id(optimizers[number])].update({_STAGE: stage, _FOUND: dict(enumerate(tensors))})

@@ -113,7 +113,7 @@ def deepcopy_in_step(*, keep: bool) -> Training:
     return Training(train_step(losses, adam(model)), {"model": model}, after=after)
 
 
-def scaled_training(*, clip: bool) -> Training:
+def scaled_training(*, clip: bool, updates_outside: bool = False) -> Training:
     """Float32 with `GradScaler`. Batches are (x, y, factor); an infinite factor makes that row's gradient infinite."""
     model = Mlp()
     optimizer = sgd(model)
@@ -128,16 +128,21 @@ def scaled_training(*, clip: bool) -> Training:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
         scaler.step(optimizer)
-        scaler.update()
+        if not updates_outside:
+            scaler.update()
         return losses.detach()
 
-    return Training(step, {"model": model, "scale": scaler.get_scale})
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        if updates_outside:
+            scaler.update()
+
+    return Training(step, {"model": model, "scale": scaler.get_scale}, after=after)
 
 
-def _overflowing(step_index: int | None) -> list[Batch]:
+def _overflowing(step_index: int | None, rows: tuple[int, ...] = EVEN_ROWS) -> list[Batch]:
     """In the batch at ``step_index`` the last row, which is on the last replica, overflows."""
     batches: list[Batch] = []
-    for index, (x, y) in enumerate(regression()):
+    for index, (x, y) in enumerate(regression(rows)):
         factor = torch.ones(len(x))
         if index == step_index:
             factor[-1] = torch.inf
@@ -483,6 +488,12 @@ CASES = (
     Case("grad_scaler", partial(scaled_training, clip=False), partial(_overflowing, None), **_of_scaler),
     Case("grad_scaler_overflow", partial(scaled_training, clip=False), partial(_overflowing, 2), **_of_scaler),
     Case("grad_scaler_clip_overflow", partial(scaled_training, clip=True), partial(_overflowing, 1), **_of_scaler),
+    Case(
+        "grad_scaler_updated_between_steps",
+        partial(scaled_training, clip=True, updates_outside=True),
+        partial(_overflowing, 1, (8, 1, 8, 1, 8)),
+        **_of_scaler,
+    ),
     *named(autocast, tolerance=5e-3, dtype=torch.float32),
     Case("assigned_state_dict", partial(exchanged, _assign)),
     Case("pruned_half_way", partial(exchanged, _prune)),

@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from torch.optim import Optimizer
 
 from torchstrat.core import nest
+from torchstrat.core._functional_private import noted_by, put_noted
 from torchstrat.core._torch_private import own_buffers
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import ReplicaDivergenceError
@@ -242,6 +243,8 @@ class IdleReplicas:
             removed = state_of_removed(helper).items()
             names = self._names() if removed else {}
             state["removed"] = {names[id(one)]: entry for one, entry in removed if id(one) in names}
+        elif isinstance(helper, torch.amp.GradScaler):
+            state = {**state, "noted": noted_by(helper, self._optimizers())}
         return state
 
     def _variables_of(self, optimizer: Optimizer) -> list[list[str | None]]:
@@ -290,6 +293,8 @@ class IdleReplicas:
                     named = self._registry.named_tensors()
                     helper.state.update((named[name], entry) for name, entry in removed.items() if name in named)
             elif hasattr(helper, "load_state_dict"):
+                if isinstance(helper, torch.amp.GradScaler):
+                    put_noted(helper, state.pop("noted"), self._optimizers(), self._device)
                 helper.load_state_dict(state)
 
     def _is_in_place(self, optimizer: Optimizer) -> bool:
