@@ -69,6 +69,7 @@ REFUSED_UNEVEN = {
         ),
         "replaces .* by new parameters in a run whose replicas have different numbers of rows",
     ),
+    "layers_put_in": "adds members to a Sequential in a run whose replicas have different numbers of rows",
     "buffers_of_every_kind": "outside of the run that it belongs to",
     "buffer_behind_the_hooks": "outside of the run that it belongs to",
 }

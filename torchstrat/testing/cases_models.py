@@ -439,6 +439,45 @@ def _widen(model: Mlp) -> None:
         parameter.grad = None
 
 
+def _put_in(model: nn.Sequential) -> None:
+    layer = nn.Linear(6, 6)
+    with torch.no_grad():
+        layer.weight.copy_(0.3 * torch.eye(6))
+        layer.bias.fill_(0.1)
+    model.insert(0, nn.Tanh())
+    model.append(layer)
+
+
+def _take_out(model: nn.Sequential) -> None:
+    del model[0]
+    model.pop(0)
+
+
+def layers_of_a_container(change: Callable[[nn.Sequential], object]) -> Training:
+    """The step puts layers into a container with numbers in the third run, or takes some out."""
+    inner = Mlp(6, 5, 6)
+    model = nn.Sequential(nn.Tanh(), nn.Identity(), inner)
+    optimizer = adam(model)
+    runs = [0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if runs[0] == 2:
+            change(model)
+            known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            new = [one for one in model.parameters() if id(one) not in known]
+            if new:
+                optimizer.add_param_group({"params": new, "lr": 0.02})
+        hidden: torch.Tensor = model(x)[:, :3]
+        return hidden
+
+    def before(index: int) -> None:
+        runs[0] = index
+
+    return Training(
+        plain_step(call, optimizer), {"inner": inner, "model": model, "optimizer": optimizer}, before=before
+    )
+
+
 def elements_of_other_shapes() -> Training:
     model = Mlp()
     train = plain_step(model, sgd(model, momentum=0.0))
@@ -530,6 +569,9 @@ CASES = (
     ),
     Case("members_set_anew", partial(members_set_anew, nn.Identity)),
     Case("members_set_anew_beside_made", partial(members_set_anew, _Late)),
+    Case("layers_put_in", partial(layers_of_a_container, _put_in)),
+    Case("layers_taken_out", partial(layers_of_a_container, _take_out)),
+    Case("layers_taken_out_idle", partial(layers_of_a_container, _take_out), _idle),
     *named(elements_of_other_shapes, group_removed, batches=_idle),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),

@@ -189,6 +189,7 @@ class ComponentAttributes:
         self._hooks.begin(self._modules)
         self._replaced.forget()
         self._take(modules, replicas[0])
+        self._replaced.begin(self._modules)
 
     def add(self, modules: Iterable[nn.Module], owner: int) -> None:
         """That replica has made these in the run, and its turn ends: the others find them as they are now."""
@@ -232,9 +233,9 @@ class ComponentAttributes:
             kept[key] = _Copies(reference_of_entry(value, kept))
         return kept[key].of(value, replica)
 
-    def expect_member(self, module: nn.Module, name: str, member: object) -> None:
-        """The replica whose turn it is sets a member."""
-        if len(self._replicas) > 1 and self._before is None and self._replaced.note(module, name, member):
+    def expect_member(self, module: nn.Module, name: str, member: object, replica: int) -> None:
+        """``replica``, whose turn it is, sets a member."""
+        if len(self._replicas) > 1 and self._before is None and self._replaced.note(module, name, member, replica):
             return
         if isinstance(member, torch.Tensor) and is_made(module, name, member):
             self.made_members(module)
@@ -274,6 +275,9 @@ class ComponentAttributes:
             _set_attributes(module, "__dict__", attributes)
         self._hooks.install(replica)
         self._replaced.install(replica)
+
+    def grown(self) -> nn.Module | None:
+        return self._replaced.grown()
 
     def refuse_replaced_by_some(self, *, at_end: bool) -> None:
         """While all replicas stand still; until the end of the run the others may follow."""

@@ -543,7 +543,7 @@ class Components:
 
     def expect_member(self, module: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
         """The replica whose turn it is is about to register a parameter, a buffer or a child."""
-        self._attributes.expect_member(module, name, value)
+        self._attributes.expect_member(module, name, value, self._holder)
         if isinstance(value, nn.Parameter | nn.Module):
             return
         if self.buffers.was_there(module):

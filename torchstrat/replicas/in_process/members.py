@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from torchstrat.core.errors import ReplicaDivergenceError
 SHARED = frozenset(vars(nn.Module())) - {"training"}
 """Names of attributes in which all replicas have the same dictionaries."""
 
+
+_IN_A_ROW = nn.Sequential, nn.ModuleList, nn.ParameterList
 
 _Number = tuple[str, float, float, bool]
 
@@ -89,6 +93,13 @@ def tell(others: dict[str, object], own: dict[str, Any], *, is_maker: bool) -> l
     return numbers
 
 
+def what_is_replaced(module: nn.Module, name: str, member: object) -> object:
+    """The child or parameter in the place of which ``member`` is about to be set. None: it takes nobody's."""
+    members = own_parameters(module) if isinstance(member, torch.Tensor) else own_children(module)
+    before = dict(members.items()).get(name)
+    return None if before is member or isinstance(module, torch.jit.ScriptModule) else before
+
+
 class _Place(NamedTuple):
     """Of a child or a parameter."""
 
@@ -104,25 +115,71 @@ class _Place(NamedTuple):
         return own_parameters(self.module) if isinstance(self.before, torch.Tensor) else own_children(self.module)
 
 
+class _Row(NamedTuple):
+    """Of a container whose members have numbers: one that is put in, or taken out, moves those behind it."""
+
+    module: nn.Module
+    table: dict[str, object]
+    """Common to all replicas."""
+    before: dict[str, object]
+    own: dict[int, dict[str, object]]
+
+    def park(self, replica: int) -> None:
+        name, before = _name_of_row(self.module), self.before
+        now: dict[str, object] = vars(self.module)[name]
+        is_as_before = len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
+        if now is self.table and is_as_before and replica not in self.own:
+            return
+        self.own[replica] = dict(now)
+        vars(self.module)[name] = self.table  # ``del layers[1]`` has put another dictionary in its place
+        self._fill(before)
+
+    def install(self, replica: int) -> None:
+        if replica in self.own:
+            self._fill(self.own[replica])
+
+    def _fill(self, members: dict[str, object]) -> None:
+        self.table.clear()
+        self.table.update(members)
+
+
+def _name_of_row(module: nn.Module) -> str:
+    return "_parameters" if isinstance(module, nn.ParameterList) else "_modules"
+
+
 class ReplacedMembers:
-    """Children and parameters in whose place replicas put others in a run (a new head). The dictionaries are common to
-    all: each replica finds there what was there before, and from then on its own; what is left is the leader's."""
+    """Children and parameters in whose place replicas put others in a run (a new head), and containers with numbers to
+    which they add layers or take some from. The dictionaries are common to all: each replica finds there what was there
+    before, and from then on its own; what is left is the leader's."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], _Place] = {}
+        self._made: dict[tuple[int, str], tuple[int, object]] = {}  # by whom, where there was none
+        self._rows: list[_Row] = []
 
-    def note(self, module: nn.Module, name: str, member: object) -> bool:
-        """The replica whose turn it is is about to set that. Whether it takes another one's place."""
-        if (id(module), name) in self._places:
+    def begin(self, modules: Iterable[object]) -> None:
+        """A run of several replicas begins, which have these."""
+        self._places = {}
+        rows = [(one, vars(one)[_name_of_row(one)]) for one in modules if isinstance(one, _IN_A_ROW)]
+        self._rows = [_Row(module, table, dict(table), {}) for module, table in rows]
+
+    def note(self, module: nn.Module, name: str, member: object, replica: int) -> bool:
+        """``replica``, whose turn it is, is about to set that. Whether it takes another one's place."""
+        key = id(module), name
+        if key in self._places:
             return True
-        members = own_parameters(module) if isinstance(member, torch.Tensor) else own_children(module)
-        before = dict(members.items()).get(name)
-        if before is None or before is member or isinstance(module, torch.jit.ScriptModule):
+        before = what_is_replaced(module, name, member)
+        if before is None:
+            self._made[key] = replica, member
             return False
-        self._places[id(module), name] = _Place(module, name, before, {})
+        maker, made = self._made.get(key, (replica, None))
+        own = {maker: made} if made is before and maker != replica else {}
+        self._places[key] = _Place(module, name, before, own)
         return True
 
     def park(self, replica: int) -> None:
+        for row in self._rows:
+            row.park(replica)
         for place in self._places.values():
             now = place.table.get(place.name)
             if now is not place.before:
@@ -130,6 +187,8 @@ class ReplacedMembers:
                 place.table[place.name] = place.before
 
     def install(self, replica: int) -> None:
+        for row in self._rows:
+            row.install(replica)
         for place in self._places.values():
             if replica in place.own:
                 place.table[place.name] = place.own[replica]
@@ -139,7 +198,24 @@ class ReplacedMembers:
         places = [place.own for place in self._places.values() if leader in place.own]
         return {id(member): own[leader] for own in places for member in own.values()}
 
+    def grown(self) -> nn.Module | None:
+        """A container with numbers into which replicas have put something new."""
+        for row in self._rows:
+            known = set(map(id, row.before.values()))
+            if any(id(one) not in known for own in row.own.values() for one in own.values()):
+                return row.module
+        return None
+
     def refuse_of_some(self, replicas: list[int]) -> None:
+        for row in self._rows:
+            missing = [one for one in replicas if one not in row.own]
+            if missing and row.own:
+                raise ReplicaDivergenceError(
+                    f"{', '.join(f'replica {one}' for one in row.own)} put members into a {type(row.module).__name__}, "
+                    f"or took some out, and {', '.join(f'replica {one}' for one in missing)} did not. Every replica's "
+                    "code has to do so, or none: decide by what is the same for all, such as an argument of the step "
+                    "or an attribute of a module, or do it between runs."
+                )
         for place in self._places.values():
             missing = [one for one in replicas if one not in place.own]
             if missing and len(missing) < len(replicas):
@@ -152,4 +228,4 @@ class ReplacedMembers:
                 )
 
     def forget(self) -> None:
-        self._places = {}
+        self._places, self._made, self._rows = {}, {}, []

@@ -199,6 +199,14 @@ def _parameters(member: object) -> list[nn.Parameter]:
     return [member] if isinstance(member, nn.Parameter) else []
 
 
+def _refuse_new(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the step {what} in a run whose replicas have different numbers of rows, on TPUStrategy. Do so outside of "
+        "run, in strategy.scope(), or give every replica as many rows (leave out the last batch, or have others of "
+        "another size)."
+    )
+
+
 class Passes:
     """The passes of one run. ``index``: of the pass whose turn it is, on its thread."""
 
@@ -220,12 +228,8 @@ class Passes:
         is_replaced = before is not None and before is not member and module in self._registry
         if is_replaced and _parameters(before) and any(one not in self._registry for one in _parameters(member)):
             # Each pass would train one of its own, and an optimizer that is given them the last one.
-            raise UnsupportedError(
-                f"the step replaces {name} of {type(module).__name__} by new parameters in a run whose replicas have "
-                "different numbers of rows, on TPUStrategy. Replace it outside of run, in strategy.scope(), or give "
-                "every replica as many rows (leave out the last batch, or have others of another size)."
-            )
-        self._attributes.expect_member(module, name, member)
+            raise _refuse_new(f"replaces {name} of {type(module).__name__} by new parameters")
+        self._attributes.expect_member(module, name, member, self._installed)
 
     @property
     def index(self) -> int | None:
@@ -272,6 +276,8 @@ class Passes:
         self._settings.end()
         if error is None:
             self._attributes.refuse_other_numbers()
+            if (container := self._attributes.grown()) is not None:
+                raise _refuse_new(f"adds members to a {type(container).__name__}")
 
     def meet(self, call: str, payload: Payload, combine: Combine[Payload, Result]) -> Result:
         """See `Baton.meet`."""
