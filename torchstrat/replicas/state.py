@@ -360,6 +360,14 @@ def is_variable(tensor: torch.Tensor) -> bool:
     return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference()
 
 
+def leave_graph(tensors: Iterable[torch.Tensor]) -> None:
+    """A frozen parameter that a step writes to without `torch.no_grad` (an average of trained ones) becomes part of a
+    graph: the next run finds a leaf."""
+    for tensor in tensors:
+        if not tensor.is_leaf:
+            tensor.detach_()
+
+
 class DifferingEdits:
     """Of one strategy. ``describe(tensor)`` names a variable."""
 

@@ -60,6 +60,17 @@ def _copied(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
     return average, blend
 
 
+def _frozen_copy(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
+    """Updated without `torch.no_grad`: its parameters become parts of a graph."""
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+
+    def blend() -> None:
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.2)
+
+    return average, blend
+
+
 def _of_torch(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
     """It counts in an integral buffer."""
     average = AveragedModel(model)
@@ -481,6 +492,7 @@ CASES = (
         )
         for name in ("scheduler", "scaler")
     ),
+    Case("moving_average_under_autograd", partial(averaged, _frozen_copy, in_step=True)),
     Case("weight_replaced_in_step", partial(weight_replaced_in_step, lists_stay=False)),
     Case("weight_replaced_in_step_in_lists", partial(weight_replaced_in_step, lists_stay=True)),
     Case("deepcopy_in_step", partial(deepcopy_in_step, keep=False)),

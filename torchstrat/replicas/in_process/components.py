@@ -158,6 +158,8 @@ class Components:
         keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1 and self._undoes
         for slot in self._slots.values():
             tensor = slot.tensor
+            if tensor.requires_grad and not slot.trained and not tensor.is_leaf:  # written to under autograd
+                tensor.detach_()
             slot.data[key] = tensor.data
             slot.grads[key] = tensor.grad
             version = slot.versions[key] = version_of(tensor)

@@ -38,7 +38,7 @@ from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.exchange import broadcast_tensors
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
 from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.state import is_memory, sample
+from torchstrat.replicas.state import is_memory, leave_graph, sample
 from torchstrat.replicas.table_memory import renormed_weights
 
 Prints = dict[int, float]
@@ -293,8 +293,10 @@ class ParameterEdits:
         return lost
 
     def summary(self, roster: Roster) -> tuple[float, float, float]:
-        """Numbers that are equal on ranks whose parameters are."""
-        return (*fingerprint(self.since_noted(roster.tensors)), _probe(roster.tensors))
+        """Numbers that are equal on ranks whose parameters are. The run ends."""
+        edited = self.since_noted(roster.tensors)
+        leave_graph(edited)
+        return (*fingerprint(edited), _probe(roster.tensors))
 
     def make_equal(self, communicator: Communicator, roster: Roster, call: str) -> list[torch.Tensor]:
         """Overwrite what differs with the first rank's; the tensors of which that lost something. All ranks call it,

@@ -29,7 +29,7 @@ from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
 from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
 from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.state import Trace, trace, trace_of
+from torchstrat.replicas.state import Trace, leave_graph, trace, trace_of
 from torchstrat.replicas.update_policies import (
     LocalRounds,
     LocalUpdate,
@@ -103,7 +103,9 @@ class LocalProcessReplica(PerProcessReplica):
             remove_hooks(self._hook_key)
             self._newborn.end()
             self._streams.end()
-        if self._rounds.end_run(self._world, self._rosters.now()):
+        roster = self._rosters.now()
+        leave_graph(roster.tensors)
+        if self._rounds.end_run(self._world, roster):
             self._become_alike()
         self._keep()
         return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)

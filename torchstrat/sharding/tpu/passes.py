@@ -37,6 +37,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
+from torchstrat.replicas.state import leave_graph
 from torchstrat.replicas.thread_state import ProcessSettings, ThreadState
 from torchstrat.sharding.tpu.backward import Combine, Payload, Result
 from torchstrat.sharding.tpu.edits import MadeInRun
@@ -110,6 +111,7 @@ class _Values:
         buffers = [slot.tensor for slot in self._registry.buffer_slots()]
         tensors = [one for one in (*self._registry.tensors(), *buffers) if one is not None and not is_lazy(one)]
         with untouched_by_surroundings():
+            leave_graph(tensors)
             self._held = {
                 id(one): _Held(
                     one, one.detach().clone(), version_of(one), None if one.grad is None else _copy(one.grad)
@@ -137,6 +139,7 @@ class _Values:
         """A pass that is not the first begins its turn."""
         self._turn = turn
         with untouched_by_surroundings():
+            leave_graph(held.tensor for held in self._held.values())
             for held in self._held.values():
                 tensor = held.tensor
                 held.first_version, held.first_grad = version_of(tensor), tensor.grad
@@ -162,6 +165,7 @@ class _Values:
         if turn == FIRST:
             return
         with untouched_by_surroundings():
+            leave_graph(held.tensor for held in self._held.values())
             for held in self._held.values():
                 tensor = held.tensor
                 if held.first_memory is None:
