@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchstrat as ts
 from tests.support.local_steps import (
     CHANGES,
     KIND,
     OPTIMIZERS,
+    Job,
     Simulation,
     Training,
     batches,
@@ -147,6 +149,38 @@ def test_calls_that_have_no_meaning_are_refused() -> None:
     for period, error in ((0, InvalidArgumentError), (2.0, WrongTypeError), (True, WrongTypeError)):
         with pytest.raises(error, match="period"):
             ts.LocalSGDStrategy(period=period)  # type: ignore[arg-type]
+
+
+def _replace(job: Job) -> None:
+    layer = job.model[3]
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+
+
+def _append(job: Job) -> None:
+    job.model.append(nn.Linear(2, 2))  # type: ignore[operator]
+
+
+def _make_once(job: Job) -> None:
+    """Which the other replica finds, and not in its own group."""
+    layer = job.model[3]
+    if not hasattr(layer, "gain"):
+        layer.gain = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        job.optimizer.add_param_group({"params": [layer.gain]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_replace, r"in the place of Linear\.weight"),
+        (_append, "adds members to a Net"),
+        (_make_once, "gives one replica's SGD other parameters"),
+    ],
+)
+def test_members_that_a_step_makes_are_refused(make: Callable[[Job], None], message: str) -> None:
+    with training() as mine, pytest.raises(UnsupportedError, match=message):
+        mine.strategy.run(make, args=(mine.job,))
+    with training(replicas=1) as mine:
+        mine.strategy.run(make, args=(mine.job,))
 
 
 def test_every_replica_counts_with_an_optimizer_state_of_its_own() -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import after_step, before_step, version_of
-from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.core.errors import ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.optimizers import be_idle, make_stand_in, stepped_by
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.variables import VariableRegistry
@@ -27,6 +28,7 @@ from torchstrat.replicas.in_process.component_attributes import ComponentHelpers
 from torchstrat.replicas.in_process.component_buffers import copy_to
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
+from torchstrat.replicas.in_process.members import what_is_replaced
 from torchstrat.replicas.optimizer_state import real_state
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
 from torchstrat.replicas.roster import Roster
@@ -270,7 +272,7 @@ class LocalSteps:
         remove_hooks(self._hook_key)
         self._baton = None
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, object]) -> None:
         """What has come up in this run is known from here on: the others get its value from before the step."""
         if self._baton is not None and self._baton.holder is not None:
             with OwnSettings():
@@ -278,7 +280,7 @@ class LocalSteps:
             if closure_of(args, kwargs) is None:
                 self._baton.shield()
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, object]) -> None:
         replica = None if self._baton is None else self._baton.holder
         if self._baton is not None and replica is not None:
             self._rounds[replica].note_step(optimizer)
@@ -299,6 +301,14 @@ def _let_be_one(optimizers: dict[int, Optimizer]) -> None:
         other.state = real_state(first.state)
 
 
+def _refuse_own_member(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"a step {what}. With local steps in one process each replica would have its own, and only the first one's "
+        "would last. Do it between runs, within `with strategy.scope():`, or write to values that are there "
+        "(weight.data.copy_(…)); with one process for each replica (torchrun) a step may do it."
+    )
+
+
 class LocalComponents(Components):
     """All replicas take part in every run, and the first one leads."""
 
@@ -309,6 +319,22 @@ class LocalComponents(Components):
 
     def _level(self) -> None:
         self.refresh(self._touched())
+
+    def expect_member(self, module: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
+        if len(self._replicas) > 1 and what_is_replaced(module, name, value) is not None:
+            raise _refuse_own_member(f"puts another member in the place of {type(module).__name__}.{name}")
+        super().expect_member(module, name, value)
+
+    def refuse_changes_of_made(self, *, at_end: bool) -> None:
+        super().refuse_changes_of_made(at_end=at_end)
+        if not (at_end and self._made):
+            return
+        if (container := self._attributes.grown()) is not None:
+            raise _refuse_own_member(f"adds members to a {type(container).__name__}")
+        for helper, (first, *others) in self.helpers.settings():
+            stepped = [[id(one) for group in groups for one in group.get("params", ())] for groups in (first, *others)]
+            if isinstance(helper, Optimizer) and any(one != stepped[0] for one in stepped):
+                raise _refuse_own_member(f"gives one replica's {type(helper).__name__} other parameters than another's")
 
     def _touched(self) -> list[torch.Tensor]:
         """What the program has changed since the last run. Of all else replicas find what they have left."""
