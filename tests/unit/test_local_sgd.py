@@ -183,6 +183,20 @@ def test_members_that_a_step_makes_are_refused(make: Callable[[Job], None], mess
         mine.strategy.run(make, args=(mine.job,))
 
 
+def test_updates_by_hand_that_end_no_round_are_warned_of() -> None:
+    @torch.no_grad()
+    def update(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+    with training() as mine:
+        mine.strategy.run(update, args=(mine.job.model,))  # first values, perhaps
+        with pytest.warns(UserWarning, match="no optimizer has"):
+            mine.strategy.run(update, args=(mine.job.model,))
+        mine.train(batches(1, 2))
+        mine.strategy.run(update, args=(mine.job.model,))
+
+
 def test_every_replica_counts_with_an_optimizer_state_of_its_own() -> None:
     with training() as mine:
         local = mine.strategy.extended.estimate(mine.job.model, mine.job.optimizer).holdings

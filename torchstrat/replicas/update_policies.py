@@ -8,12 +8,14 @@ local steps an engine makes `LocalRounds`; `OwnValues` is what checkpoints keep 
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.core.optimizers import stepped_by
@@ -131,6 +133,8 @@ class LocalRounds:
         self._variables: set[int] = set()
         self._has_stepped = False
         self._frozen: dict[int, Trace] | None = None  # by id; as they were when the round began
+        self._versions: list[int] | None = []  # None: an optimizer has stepped at some time
+        self._edits = 0  # runs that have changed what is trained before that
         self.steps = 0
         """Runs with a step since the last round."""
         self.state: dict[str, Any] = {}
@@ -143,6 +147,8 @@ class LocalRounds:
         """The replica's code is about to begin."""
         self._scales = self._read_scalers()
         self._variables = set(roster.layout.index)
+        if self._versions is not None:
+            self._versions = _versions_of(roster)
         if self._frozen is None:
             self._frozen = {id(one): trace_of(one) for one in roster.tensors if not one.requires_grad}
 
@@ -154,12 +160,29 @@ class LocalRounds:
     def end_run(self, communicator: Communicator, roster: Roster) -> bool:
         """Whether a round has ended with this run. All replicas call it."""
         if not self._has_stepped and self._scales == self._read_scalers():
+            self._warn_of_edits(roster)
             return False
+        self._versions = None
         self.steps += 1
         if not self._policy.ends_round(self.steps):
             return False
         self.end(communicator, roster)
         return True
+
+    def _warn_of_edits(self, roster: Roster) -> None:
+        """One run may be there to give first values."""
+        if self._versions is None or self._versions == _versions_of(roster):
+            return
+        self._edits += 1
+        if self._edits == 2:
+            self._versions = None
+        if self._edits == 2 and self._replica == 0:
+            warnings.warn(
+                "steps have changed parameters, and no optimizer has: a round of local steps ends after so many runs "
+                "with a step of an optimizer, so that replicas are never brought together. Let an optimizer make the "
+                "step (torch.optim.SGD), or call strategy.end_round() where a round is to end.",
+                stacklevel=2,
+            )
 
     def undo_run(self) -> None:
         """The run has failed, perhaps between two replicas' ends of it: it does not count, so that all count alike."""
@@ -184,7 +207,7 @@ class LocalRounds:
         numbers = [one for one in others if one.is_floating_point() or one.is_complex()]
         replica.average(numbers)
         replica.broadcast([one for one in others if not (one.is_floating_point() or one.is_complex())])
-        self.steps, self._frozen = 0, None
+        self.steps, self._frozen, self._versions = 0, None, None
 
     def _touched(self, roster: Roster) -> set[int]:
         """The ``id`` of those that are frozen now, and have changed since the round began."""
@@ -215,6 +238,10 @@ class LocalRounds:
     def resume(self, steps: int, state: Mapping[str, Any]) -> None:
         """Go on within a round that a checkpoint was made in: any frozen variable may have changed before."""
         self.steps, self.state, self._frozen = steps, dict(state), {}
+
+
+def _versions_of(roster: Roster) -> list[int]:
+    return [version_of(one) for one in roster.tensors if one.requires_grad]
 
 
 def require_rows_for_all(active: Iterable[int], count: int) -> None:
