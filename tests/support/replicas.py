@@ -87,6 +87,7 @@ def run_case(name: str, row_name: str) -> contract.Snapshot:
     case = contract.CASES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", r".torch\.jit\.")  # deprecated in newer PyTorch
         if case.needs_compiler:
             warnings.simplefilter("ignore", DeprecationWarning)  # of torch's modules that inductor imports late
         return contract.run_row(case, contract.TORCHRUN[row_name])
