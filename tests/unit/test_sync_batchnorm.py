@@ -225,6 +225,15 @@ def test_torchs_own_is_of_the_strategy_then(strategy: ts.Strategy) -> None:
     close(layer.state_dict(), plain.state_dict())
 
 
+def test_torchs_own_that_is_left_as_it_is_is_warned_of_once(strategy: ts.Strategy) -> None:
+    with strategy.scope():
+        layer = nn.SyncBatchNorm(FEATURES).double()
+    with pytest.warns(UserWarning, match=r"torch.nn.SyncBatchNorm has normalised .* ts.convert_sync_batchnorm"):
+        strategy.run(layer, args=(parts(strategy),))
+    strategy.run(layer, args=(parts(strategy),))  # a warning would be an error
+    strategy.run(layer.eval(), args=(parts(strategy),))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_outside_of_run_it_is_the_plain_layer(training: bool) -> None:
     plain = nn.BatchNorm1d(FEATURES).double().train(training)

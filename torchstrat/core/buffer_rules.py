@@ -96,7 +96,10 @@ class BufferRules:
     def warn(self, module: nn.Module, name: str, what: str) -> None:
         """Say once what is made of a buffer that nobody has spoken of."""
         warned = self._warned.setdefault(module, set())
-        if name in warned or self.get(module, name) is not None or is_statistic(module, name):
+        if name in warned or self.get(module, name) is not None:
+            return
+        if is_statistic(module, name):
+            self._warn_of_own_statistics(module)
             return
         warned.add(name)
         warnings.warn(
@@ -105,6 +108,18 @@ class BufferRules:
             "'mean' or 'only_first_replica' says that this is meant.",
             stacklevel=6,
         )
+
+    def _warn_of_own_statistics(self, module: nn.Module) -> None:
+        """PyTorch's own layer for several processes, whose statistics would be equal had it met the others in them: it
+        does so on GPUs alone, and over its process group."""
+        warned = self._warned.setdefault(module, set())
+        if type(module) is nn.SyncBatchNorm and not warned:
+            warned.add("running_mean")
+            warnings.warn(
+                "torch.nn.SyncBatchNorm has normalised each replica's rows by themselves: it knows no strategy's "
+                "replicas. Make it with model = ts.convert_sync_batchnorm(model), which takes these layers, too.",
+                stacklevel=7,
+            )
 
 
 def parse_aggregation(value: object) -> VariableAggregation:
