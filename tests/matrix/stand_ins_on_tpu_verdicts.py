@@ -46,27 +46,18 @@ _BY_WORDS: Mapping[str, str] = {
         torch.Tensor.align_to torch.Tensor.chalf torch.Tensor.is_distributed torch.Tensor.refine_names
         torch.Tensor.rename torch.Tensor.rename_ torch.Tensor.resize_as torch.Tensor.slice_inverse
         torch.Tensor.sparse_dim torch.Tensor.to_sparse_bsc torch.Tensor.to_sparse_bsr torch.Tensor.to_sparse_csc
-        torch.Tensor.to_sparse_csr torch.Tensor.untyped_storage torch._foreach_abs torch._foreach_abs_
-        torch._foreach_acos torch._foreach_acos_ torch._foreach_add torch._foreach_add_ torch._foreach_addcdiv
-        torch._foreach_addcdiv_ torch._foreach_addcmul torch._foreach_addcmul_ torch._foreach_asin
-        torch._foreach_asin_ torch._foreach_atan torch._foreach_atan_ torch._foreach_ceil torch._foreach_ceil_
-        torch._foreach_clamp_max torch._foreach_clamp_max_ torch._foreach_clamp_min torch._foreach_clamp_min_
-        torch._foreach_copy_ torch._foreach_cos torch._foreach_cos_ torch._foreach_cosh torch._foreach_cosh_
-        torch._foreach_div torch._foreach_div_ torch._foreach_erf torch._foreach_erf_ torch._foreach_erfc
-        torch._foreach_erfc_ torch._foreach_exp torch._foreach_exp_ torch._foreach_expm1 torch._foreach_expm1_
-        torch._foreach_floor torch._foreach_floor_ torch._foreach_frac torch._foreach_frac_ torch._foreach_lerp
-        torch._foreach_lerp_ torch._foreach_lgamma torch._foreach_lgamma_ torch._foreach_log
-        torch._foreach_log10 torch._foreach_log10_ torch._foreach_log1p torch._foreach_log1p_
-        torch._foreach_log2 torch._foreach_log2_ torch._foreach_log_ torch._foreach_max torch._foreach_maximum
-        torch._foreach_maximum_ torch._foreach_minimum torch._foreach_minimum_ torch._foreach_mul
-        torch._foreach_mul_ torch._foreach_neg torch._foreach_neg_ torch._foreach_norm torch._foreach_pow
-        torch._foreach_pow_ torch._foreach_reciprocal torch._foreach_reciprocal_ torch._foreach_round
-        torch._foreach_round_ torch._foreach_rsqrt torch._foreach_rsqrt_ torch._foreach_sigmoid
-        torch._foreach_sigmoid_ torch._foreach_sign torch._foreach_sign_ torch._foreach_sin torch._foreach_sin_
-        torch._foreach_sinh torch._foreach_sinh_ torch._foreach_sqrt torch._foreach_sqrt_ torch._foreach_sub
-        torch._foreach_sub_ torch._foreach_tan torch._foreach_tan_ torch._foreach_tanh torch._foreach_tanh_
-        torch._foreach_trunc torch._foreach_trunc_ torch._foreach_zero_ torch.chain_matmul torch.column_stack
-        torch.histogramdd torch.nn.init.eye_ torch.slice_inverse torch.split_copy torch.unbind_copy
+        torch.Tensor.to_sparse_csr torch.Tensor.untyped_storage torch._foreach_abs torch._foreach_acos
+        torch._foreach_add torch._foreach_addcdiv torch._foreach_addcmul torch._foreach_asin torch._foreach_atan
+        torch._foreach_ceil torch._foreach_clamp_max torch._foreach_clamp_min torch._foreach_cos
+        torch._foreach_cosh torch._foreach_div torch._foreach_erf torch._foreach_erfc torch._foreach_exp
+        torch._foreach_expm1 torch._foreach_floor torch._foreach_frac torch._foreach_lerp torch._foreach_lgamma
+        torch._foreach_log torch._foreach_log10 torch._foreach_log1p torch._foreach_log2 torch._foreach_max
+        torch._foreach_maximum torch._foreach_minimum torch._foreach_mul torch._foreach_neg torch._foreach_norm
+        torch._foreach_pow torch._foreach_reciprocal torch._foreach_round torch._foreach_rsqrt
+        torch._foreach_sigmoid torch._foreach_sign torch._foreach_sin torch._foreach_sinh torch._foreach_sqrt
+        torch._foreach_sub torch._foreach_tan torch._foreach_tanh torch._foreach_trunc torch.chain_matmul
+        torch.column_stack torch.histogramdd torch.nn.init.eye_ torch.slice_inverse torch.split_copy
+        torch.unbind_copy
     """,
 }
 """What the error says → the operations that raise it."""

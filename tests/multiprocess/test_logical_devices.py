@@ -293,6 +293,7 @@ RAISE_WHERE_CUT = {
     # optimizers, and what is done to gradients
     *("adafactor", "third_party_optimizer", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe", "closure_of_sgd"),
     *("gradient_noise_drawn_in_step", "grad_scaler", "grad_scaler_overflow", "grad_scaler_clip_overflow"),
+    "grad_scaler_updated_between_steps",
     *("tensor_hooks", "assigned_gradients", "assigned_gradients_in_place", "func_grad"),
     # writing to parameters outside of runs, copying and replacing them
     *("moving_average_outside", "averaged_model_outside", "deepcopy_in_step", "deepcopy_kept_between_steps"),

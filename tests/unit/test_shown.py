@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import html.parser
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -195,8 +195,9 @@ def test_what_any_object_can_do_stays(strategy: ts.Strategy) -> None:
     one = ts.PerReplica([1, 2])
     for twin in (copy.copy(value), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert isinstance(twin, ts.PerReplica)
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(value)
+    with pytest.raises(TypeError, match="PerReplica"):
+        list(value)
+    assert not isinstance(value, Iterable)
 
 
 # ---- bare parameters -------------------------------------------------------------------------------------------------

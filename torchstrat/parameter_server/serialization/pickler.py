@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import collections
 import copyreg
-import enum
 import functools
 import importlib
 import io
@@ -168,7 +167,7 @@ def _reduce_class(kind: type) -> object:
     """A class by value. cloudpickle's own way to force it is to name whole modules, for the whole process; and it makes
     a class with slots without any, whose objects have another form than those of the class that they come home to."""
     reduced = cloudpickle.cloudpickle._dynamic_class_reduce(kind)
-    if "__slots__" not in vars(kind) or issubclass(kind, enum.Enum):
+    if not _has_slots(kind):
         return reduced
     make, (metaclass, name, bases, members, *rest), (space, others), *setters = reduced
     members = {**members, "__slots__": vars(kind)["__slots__"]}
@@ -178,6 +177,11 @@ def _reduce_class(kind: type) -> object:
         if key != "__slots__" and not isinstance(one, types.MemberDescriptorType)  # which the slots make
     }
     return make, (metaclass, name, bases, members, *rest), (space, others), *setters
+
+
+def _has_slots(kind: type) -> bool:
+    """Of its own, with values: a `typing.NamedTuple` or an enumeration may say that there are none."""
+    return "__slots__" in vars(kind) and any(isinstance(one, types.MemberDescriptorType) for one in vars(kind).values())
 
 
 _DISPATCHING = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
@@ -237,7 +241,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     )
 
     def reducer_override(self, value: object) -> object:
-        if isinstance(value, type) and "__slots__" in vars(value) and not can_go_by_name(value):
+        if isinstance(value, type) and _has_slots(value) and not can_go_by_name(value):
             return _reduce_class(value)
         return super().reducer_override(value)
 

@@ -28,7 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.core._torch_private import version_of
 from torchstrat.parameter_server.serialization.closure_walk import is_own
@@ -182,7 +184,7 @@ ALONE = (nn.Module, Optimizer, torch.Tensor, type, types.ModuleType, types.Funct
 """Which of these it is matters, and not what is in it: others tell of that."""
 
 _THEMSELVES = (
-    *ALONE,
+    *(*ALONE, LRScheduler, ReduceLROnPlateau, GradScaler),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, enum.Enum, logging.Filterer),
     *(types.MethodType, types.GenericAlias, types.UnionType, type(typing.Any), type(typing.Optional[int])),  # noqa: UP045
 )

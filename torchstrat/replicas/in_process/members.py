@@ -138,6 +138,14 @@ class _Row(NamedTuple):
         if replica in self.own:
             self._fill(self.own[replica])
 
+    def change(self) -> str:
+        """What the first of them did, for an error."""
+        for own in self.own.values():
+            if list(own) == list(self.before):
+                name = next(name for name, one in self.before.items() if own[name] is not one)
+                return _put_in_place(self.before[name], self.module, name)
+        return f"put members into a {type(self.module).__name__}, or took some out"
+
     def _fill(self, members: dict[str, object]) -> None:
         self.table.clear()
         self.table.update(members)
@@ -145,6 +153,23 @@ class _Row(NamedTuple):
 
 def _name_of_row(module: nn.Module) -> str:
     return "_parameters" if isinstance(module, nn.ParameterList) else "_modules"
+
+
+def _put_in_place(before: object, module: nn.Module, name: str) -> str:
+    return f"put another {type(before).__name__} in the place of {type(module).__name__}.{name}"
+
+
+def _require_all(replicas: list[int], did: Iterable[int], what: str) -> None:
+    """Or none of them."""
+    did = list(did)
+    missing = [one for one in replicas if one not in did]
+    if did and missing:
+        raise ReplicaDivergenceError(
+            f"{', '.join(f'replica {one}' for one in did)} {what}, and "
+            f"{', '.join(f'replica {one}' for one in missing)} did not. Every replica's code has to do so, or none: "
+            "decide by what is the same for all, such as an argument of the step or an attribute of a module, or do it "
+            "between runs."
+        )
 
 
 class ReplacedMembers:
@@ -208,24 +233,9 @@ class ReplacedMembers:
 
     def refuse_of_some(self, replicas: list[int]) -> None:
         for row in self._rows:
-            missing = [one for one in replicas if one not in row.own]
-            if missing and row.own:
-                raise ReplicaDivergenceError(
-                    f"{', '.join(f'replica {one}' for one in row.own)} put members into a {type(row.module).__name__}, "
-                    f"or took some out, and {', '.join(f'replica {one}' for one in missing)} did not. Every replica's "
-                    "code has to do so, or none: decide by what is the same for all, such as an argument of the step "
-                    "or an attribute of a module, or do it between runs."
-                )
+            _require_all(replicas, row.own, row.change())
         for place in self._places.values():
-            missing = [one for one in replicas if one not in place.own]
-            if missing and len(missing) < len(replicas):
-                raise ReplicaDivergenceError(
-                    f"{', '.join(f'replica {one}' for one in place.own)} put another {type(place.before).__name__} in "
-                    f"the place of {type(place.module).__name__}.{place.name}, and "
-                    f"{', '.join(f'replica {one}' for one in missing)} did not. Every replica's code has to do so, or "
-                    "none: decide by what is the same for all, such as an argument of the step or an attribute of a "
-                    "module, or do it between runs."
-                )
+            _require_all(replicas, place.own, _put_in_place(place.before, place.module, place.name))
 
     def forget(self) -> None:
         self._places, self._made, self._rows = {}, {}, []

@@ -160,7 +160,7 @@ class RecordedMode(TorchFunctionMode):
         if each is not None:
             for edit in each:
                 self._guarded(*edit)
-            return None
+            return args[0]
         self._layouts.require_known(func, args)
         for tensor in written(func, args, kwargs):
             self._told_of_edits(tensor)
