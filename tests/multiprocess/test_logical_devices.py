@@ -293,7 +293,9 @@ RAISE_WHERE_CUT = {
     # optimizers, and what is done to gradients
     *("adafactor", "third_party_optimizer", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe", "closure_of_sgd"),
     *("gradient_noise_drawn_in_step", "grad_scaler", "grad_scaler_overflow", "grad_scaler_clip_overflow"),
-    "grad_scaler_updated_between_steps",
+    *("grad_scaler_updated_between_steps", "group_removed", "moving_average_under_autograd"),
+    *(name for name in contract.CASES if "_remade_in_a_module" in name),  # whose trainer has a scaler
+    *("states_in_a_chain", "several_in_one"),
     *("tensor_hooks", "assigned_gradients", "assigned_gradients_in_place", "func_grad"),
     # writing to parameters outside of runs, copying and replacing them
     *("moving_average_outside", "averaged_model_outside", "deepcopy_in_step", "deepcopy_kept_between_steps"),
@@ -301,12 +303,13 @@ RAISE_WHERE_CUT = {
     *("evaluated_between_steps", "elements_set_aside", "elements_exchanged_outside"),
     # operators
     *("lstm", "transformer_encoder", "weight_norm", "blocks_over_the_whole_step", "channels_last", "compiled"),
+    *("torch_script", "traced"),
     # variables made in a run, which are cut after it only: the case reads them before
     *("built_in_run", "built_in_run_drawn", "everything_made_in_first_run"),
     # steps that engines easily get wrong
     *("sharpness_aware", "lookahead_without_hooks", "update_by_hand", "spectral_norm"),
     *("weights_exchanged_as_a_vector", "weights_exchanged_as_a_vector_uneven", "gradients_given_between_steps"),
-    "parametrized_half_way",
+    *("parametrized_half_way", "pruned_further", "elements_of_other_shapes", "lookahead_without_hooks_idle"),
     *("edited_in_numpy_half_way", "inner_optimizer_over_a_copy"),
     *("count_in_optimizer_state", "weights_moved_by_optimizer", "assigned_gradients_uneven"),
     *("assigned_gradients_in_place_uneven", "parameter_made_in_forward"),
@@ -325,7 +328,7 @@ ALWAYS = (
     "gan",
     "exponential_scheduler_in_step",
 )
-REFUSED = ("lookahead", "elements_exchanged_by_optimizer", "rate_set_by_optimizer")
+REFUSED = ("lookahead", "lookahead_with_plain_hooks", "elements_exchanged_by_optimizer", "rate_set_by_optimizer")
 """As is every unknown optimizer over parameters that are cut: tests.dtensor.jobs has the error."""
 NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler and name not in REFUSED]
 PARTS = [

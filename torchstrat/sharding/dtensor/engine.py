@@ -268,6 +268,8 @@ class LogicalReplicas(PerProcessReplica):
             self._while_cut.enter_context(both_are_asked())
         hook_modules(self.registry.modules(), self.variables)
         for optimizer in self.registry.optimizers():
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                continue  # a wrapper that does without PyTorch's constructor: its step will be refused by name
             if optimizer not in self._hooked and self.variables.cut_in(optimizer):
                 self._hooked.add(optimizer)
                 hook_optimizer(optimizer, self.variables)
