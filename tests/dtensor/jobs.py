@@ -137,6 +137,17 @@ def _steps(s: Any, m: Any, o: Any) -> None:
     s.run(step)
 
 
+class _Bare(torch.optim.Optimizer):
+    """Does without PyTorch's constructor."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = torch.optim.SGD(parameters, 0.1)
+        self.param_groups, self.defaults, self.state = self.base.param_groups, self.base.defaults, self.base.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
 def _stepping(kind: Any, use: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     """With another optimizer."""
 
@@ -377,6 +388,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     "unknown optimizer": (
         "UnsupportedError: Adafactor steps 6 parameters that are cut",
         _stepping(torch.optim.Adafactor, _steps),
+    ),
+    "optimizer without tables of hooks": (
+        "UnsupportedError: _Bare steps 6 parameters that are cut",
+        _stepping(_Bare, _steps),
     ),
     "closure": (
         r"UnsupportedError: SGD.step\(closure\)",
