@@ -79,13 +79,6 @@ def existing(path: Path) -> Path:
             f"there is no checkpoint at {path}: no such folder. Give the path that Checkpoint.save wrote to; where "
             "there may be none yet, CheckpointManager.restore returns None."
         )
-    if numbered := sorted(
-        (one.name for one in path.glob("step-*") if is_checkpoint(one)), key=lambda name: (len(name), name)
-    ):
-        raise InvalidArgumentError(
-            f"{path} is no checkpoint, but a folder that has some, such as {numbered[-1]}, its newest: give "
-            f"{path / numbered[-1]}, or let CheckpointManager({path.name!r}).restore(checkpoint) choose."
-        )
     raise InvalidArgumentError(
         f"{path} holds no complete checkpoint: its metadata is missing. A checkpoint is a folder that ts.Checkpoint(…)."
         "save or torch.distributed.checkpoint has written; if writing was interrupted, use an earlier one."

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from torchstrat.checkpoint.folder import existing
+from torchstrat.checkpoint.folder import existing, is_checkpoint
 from torchstrat.checkpoint.items import Item, TensorsItem, Versions, versions_of, versions_path
 from torchstrat.checkpoint.manifest import FORMAT, NAME, check_file, read_manifest
+from torchstrat.checkpoint.numbered import NumberedCheckpoints
 from torchstrat.checkpoint.optimizer_item import OTHER_STATE, OptimizerItem
 from torchstrat.checkpoint.pieces import OWN, STRUCTURE, KeyPath, Piece, flatten, is_block, key_of, structure_of
 from torchstrat.checkpoint.reading import INDEX, Stored, StoredFolder
@@ -32,6 +33,7 @@ def open_checkpoint(path: Path) -> Stored:
     """Reads the index; tensors stay where they are. Raises `InvalidArgumentError` for an incomplete checkpoint."""
     if path.is_file():
         return open_plain(path)
+    _require_not_of_several(path)
     folder = existing(path)
     manifest = read_manifest(folder)
     files = {} if manifest is None else manifest["files"]
@@ -43,6 +45,19 @@ def open_checkpoint(path: Path) -> Stored:
     from torchstrat.checkpoint.torch_folder import open_torch_folder
 
     return open_torch_folder(folder, files)
+
+
+def _require_not_of_several(path: Path) -> None:
+    """The directory of a `CheckpointManager` is an easy mistake."""
+    if not path.is_dir() or is_checkpoint(path):
+        return
+    numbered = NumberedCheckpoints(path)
+    if steps := numbered.steps():
+        newest = numbered.path(steps[-1])
+        raise InvalidArgumentError(
+            f"{path} is no checkpoint, but a folder that has some, such as {newest.name}, its newest: give {newest}, "
+            f"or let CheckpointManager({path.name!r}).restore(checkpoint) choose."
+        )
 
 
 def damage_of(path: Path) -> str | None:

@@ -25,6 +25,11 @@ from torchstrat.core.reduction import VariableAggregation
 _aggregations: weakref.WeakKeyDictionary[nn.Module, dict[str, VariableAggregation]] = weakref.WeakKeyDictionary()
 # What programs have set: facts about modules, whichever strategy trains them.
 
+_OWN_STATISTICS = (
+    "torch.nn.SyncBatchNorm has normalised each replica's rows by themselves: it knows no strategy's replicas. Make it "
+    "with model = ts.convert_sync_batchnorm(model), which takes these layers, too."
+)
+
 
 class BufferRules:
     """The aggregations that a program has set, and the buffers of which one strategy has warned. ``changes``: how often
@@ -99,7 +104,9 @@ class BufferRules:
         if name in warned or self.get(module, name) is not None:
             return
         if is_statistic(module, name):
-            self._warn_of_own_statistics(module)
+            if type(module) is nn.SyncBatchNorm and not warned:  # they would be equal, had it met the other replicas
+                warned.add(name)
+                warnings.warn(_OWN_STATISTICS, stacklevel=6)
             return
         warned.add(name)
         warnings.warn(
@@ -108,18 +115,6 @@ class BufferRules:
             "'mean' or 'only_first_replica' says that this is meant.",
             stacklevel=6,
         )
-
-    def _warn_of_own_statistics(self, module: nn.Module) -> None:
-        """PyTorch's own layer for several processes, whose statistics would be equal had it met the others in them: it
-        does so on GPUs alone, and over its process group."""
-        warned = self._warned.setdefault(module, set())
-        if type(module) is nn.SyncBatchNorm and not warned:
-            warned.add("running_mean")
-            warnings.warn(
-                "torch.nn.SyncBatchNorm has normalised each replica's rows by themselves: it knows no strategy's "
-                "replicas. Make it with model = ts.convert_sync_batchnorm(model), which takes these layers, too.",
-                stacklevel=7,
-            )
 
 
 def parse_aggregation(value: object) -> VariableAggregation:

@@ -315,7 +315,7 @@ def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtyp
 # is a parameter or a buffer, with values to come. A new module is not: nobody can tell how it is made.
 
 _Member = TypeVar("_Member")
-_Place = tuple[int, str]
+_MemberName = tuple[int, str]
 """A module's number, and a name in it."""
 
 
@@ -330,7 +330,7 @@ class _New(NamedTuple):
 class _Told(NamedTuple):
     """Of one module, members by name, in order."""
 
-    parameters: dict[str, _Place | _New | None]
+    parameters: dict[str, _MemberName | _New | None]
     children: dict[str, int | None]
     """By number; None: there is none."""
     buffers: list[str]
@@ -360,7 +360,7 @@ class MembersOfStep:
             if not isinstance(module, torch.jit.ScriptModule)
         }
         self._before = {number: _members_of(module) for number, module in self._modules.items()}
-        self._places: dict[int, _Place] = {
+        self._places: dict[int, _MemberName] = {
             id(one): (number, name)
             for number, members in self._before.items()
             for name, one in members.parameters.items()
@@ -389,7 +389,7 @@ class MembersOfStep:
     def _is_odd(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._places and (is_lazy(parameter) or type(parameter) is not nn.Parameter)
 
-    def _refer_to(self, parameter: nn.Parameter | None) -> _Place | _New | None:
+    def _refer_to(self, parameter: nn.Parameter | None) -> _MemberName | _New | None:
         if parameter is None or id(parameter) in self._places:
             return None if parameter is None else self._places[id(parameter)]
         number = self._made.setdefault(id(parameter), len(self._made))
@@ -403,14 +403,14 @@ class MembersOfStep:
             if module is None:
                 continue
             modules = {name: None if one is None else self._modules[one] for name, one in children.items()}
-            _refill(own_parameters(module), {name: self._find(one, made, device) for name, one in parameters.items()})
-            _refill(own_children(module), modules)
-            _refill(own_buffers(module), {name: own_buffers(module).get(name) for name in buffers})
+            refill(own_parameters(module), {name: self._find(one, made, device) for name, one in parameters.items()})
+            refill(own_children(module), modules)
+            refill(own_buffers(module), {name: own_buffers(module).get(name) for name in buffers})
             unsaved_buffers(module).clear()
             unsaved_buffers(module).update(passing)
 
     def _find(
-        self, told: _Place | _New | None, made: dict[int, nn.Parameter], device: torch.device
+        self, told: _MemberName | _New | None, made: dict[int, nn.Parameter], device: torch.device
     ) -> nn.Parameter | None:
         if told is None:
             return None
@@ -436,7 +436,7 @@ def _are_same(before: _Members, now: _Members) -> bool:
     )
 
 
-def _refill(table: dict[str, _Member], members: dict[str, _Member]) -> None:
+def refill(table: dict[str, _Member], members: Mapping[str, _Member]) -> None:
     """The dictionary stays the one that it is."""
     table.clear()
     table.update(members)

@@ -174,9 +174,10 @@ class LocalRounds:
         if self._versions is None or self._versions == _versions_of(roster):
             return
         self._edits += 1
-        if self._edits == 2:
-            self._versions = None
-        if self._edits == 2 and self._replica == 0:
+        if self._edits < 2:
+            return
+        self._versions = None
+        if self._replica == 0:
             warnings.warn(
                 "steps have changed parameters, and no optimizer has: a round of local steps ends after so many runs "
                 "with a step of an optimizer, so that replicas are never brought together. Let an optimizer make the "

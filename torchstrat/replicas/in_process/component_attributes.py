@@ -187,7 +187,6 @@ class ComponentAttributes:
         self._makers, self._before, self._modules, self._owners, self._numbers = set(), None, [], {}, []
         self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
         self._hooks.begin(self._modules)
-        self._replaced.forget()
         self._take(modules, replicas[0])
         self._replaced.begin(self._modules)
 

@@ -30,6 +30,7 @@ from torchstrat.replicas.state import (
     CommonStorages,
     TensorSlot,
     is_variable,
+    leave_graph,
     reference_of_entry,
     refuse_changes_of,
     sample,
@@ -156,10 +157,9 @@ class Components:
         if self._common:
             self._common.park(key)
         keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1 and self._undoes
+        leave_graph(slot.tensor for slot in self._slots.values() if not slot.trained)
         for slot in self._slots.values():
             tensor = slot.tensor
-            if tensor.requires_grad and not slot.trained and not tensor.is_leaf:  # written to under autograd
-                tensor.detach_()
             slot.data[key] = tensor.data
             slot.grads[key] = tensor.grad
             version = slot.versions[key] = version_of(tensor)

@@ -18,6 +18,7 @@ from torch import nn
 
 from torchstrat.core._torch_private import own_children, own_parameters
 from torchstrat.core.errors import ReplicaDivergenceError
+from torchstrat.replicas.roster import refill
 
 SHARED = frozenset(vars(nn.Module())) - {"training"}
 """Names of attributes in which all replicas have the same dictionaries."""
@@ -132,11 +133,11 @@ class _Row(NamedTuple):
             return
         self.own[replica] = dict(now)
         vars(self.module)[name] = self.table  # ``del layers[1]`` has put another dictionary in its place
-        self._fill(before)
+        refill(self.table, before)
 
     def install(self, replica: int) -> None:
         if replica in self.own:
-            self._fill(self.own[replica])
+            refill(self.table, self.own[replica])
 
     def change(self) -> str:
         """What the first of them did, for an error."""
@@ -145,10 +146,6 @@ class _Row(NamedTuple):
                 name = next(name for name, one in self.before.items() if own[name] is not one)
                 return _put_in_place(self.before[name], self.module, name)
         return f"put members into a {type(self.module).__name__}, or took some out"
-
-    def _fill(self, members: dict[str, object]) -> None:
-        self.table.clear()
-        self.table.update(members)
 
 
 def _name_of_row(module: nn.Module) -> str:
@@ -184,7 +181,7 @@ class ReplacedMembers:
 
     def begin(self, modules: Iterable[object]) -> None:
         """A run of several replicas begins, which have these."""
-        self._places = {}
+        self.forget()
         rows = [(one, vars(one)[_name_of_row(one)]) for one in modules if isinstance(one, _IN_A_ROW)]
         self._rows = [_Row(module, table, dict(table), {}) for module, table in rows]
 

@@ -372,15 +372,14 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, object]]:
 
 def _state_dict(helper: object) -> Any:
     """None: it has none of its own, and what it wraps are helpers, too."""
-    if isinstance(helper, Optimizer) and not isinstance(helper.state, dict):
+    if not isinstance(helper, Optimizer):
+        return helper.state_dict() if hasattr(helper, "state_dict") else None
+    if not isinstance(helper.state, dict):
         return None
-    if isinstance(helper, Optimizer) and _asks_tables_of_hooks(helper):
+    if _asks_tables_of_hooks(helper):
         return _state_without_tables(helper)
-    if isinstance(helper, Optimizer):
-        state = state_dict_of(helper)
-    else:
-        state = helper.state_dict() if hasattr(helper, "state_dict") else None
-    is_odd = isinstance(helper, Optimizer) and not (isinstance(state, dict) and "param_groups" in state)
+    state = state_dict_of(helper)
+    is_odd = not (isinstance(state, dict) and "param_groups" in state)
     return None if is_odd else state  # a list of those of several that it wraps, say
 
 
