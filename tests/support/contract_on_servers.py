@@ -31,6 +31,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lazy_layer_behind_the_hooks": UnsupportedError,
     "parameter_made_in_forward": UnsupportedError,  # it would be a worker's alone
     **dict.fromkeys(("group_added_in_step", "layers_put_in", "elements_of_other_shapes"), InvalidArgumentError),
+    **{name: UnsupportedError for name in CASES if name.startswith("layers_taken_out")},
     "group_removed": UnsupportedError,
     **{name: UnsupportedError for name in CASES if "replaced_in_step" in name},
     "stepped_outside_of_runs": ContextError,  # the gradients are on the worker, and the step is the coordinator's
@@ -58,7 +59,6 @@ PYTHON_STATE: Mapping[str, str] = {
     **{name: "the same" for name in CASES if name.endswith("_between_runs") or "penal" in name},
     "rate_set_by_hand": "the function sets its worker's copy of the learning rate",
     "deepcopy_kept_between_steps": "the coordinator clears a dict of which the worker has a copy",
-    **{name: "the worker's copy of the model loses them" for name in CASES if name.startswith("layers_taken_out")},
     "grad_scaler_updated_between_steps": "every worker has a scaler of its own",
     "grad_scaler": "every worker has a scaler of its own, and the coordinator's is looked at",
     "grad_scaler_overflow": "every worker has a scaler of its own, and the coordinator's is looked at",

@@ -807,3 +807,109 @@ def test_who_asks_the_coordinators_scaler_is_told_once_that_workers_have_theirs(
     ):
         getattr(scaler, name)()
     assert scaler.get_scale() == 8.0  # said once
+
+
+def _take_out(model: nn.Sequential) -> None:
+    del model[2]
+
+
+def _set_a_layer(model: nn.Sequential) -> None:
+    model[1] = nn.Identity()
+
+
+def _exchange(model: nn.Sequential) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def _reorder(model: nn.Sequential) -> None:
+    first = model._modules.pop("0")
+    model._modules["0"] = first
+
+
+def _take_out_the_bias(model: nn.Sequential) -> None:
+    model[0].bias = None  # type: ignore[assignment]
+
+
+def _share_a_parameter(model: nn.Sequential) -> None:
+    model[0].bias = model[2].bias  # type: ignore[assignment]
+
+
+def _add_a_linear(model: nn.Sequential) -> None:
+    model.add_module("head", nn.Linear(2, 2))
+
+
+MEMBERS_CHANGED: dict[Callable[[nn.Sequential], None], str] = {
+    _take_out: "a Sequential consists of: its layer '2' is gone",
+    _set_a_layer: "its layer '1' is another one",
+    _exchange: "its layer '0' is another one, its layer '1' is another one",
+    _reorder: "its layers are in another order",
+    _take_out_the_bias: "a Linear consists of: its parameter 'bias' is None",
+    _share_a_parameter: "its parameter 'bias' is another one",
+    _add_a_linear: "has made a parameter, 'weight' of a Linear",
+}
+
+
+@pytest.fixture
+def layers() -> Iterator[tuple[ts.ClusterCoordinator, nn.Sequential]]:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2))
+        yield ts.ClusterCoordinator(strategy), model
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [
+        f"{type(one).__name__} {name} {[*one._parameters.values()].count(None)}" for name, one in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("change", MEMBERS_CHANGED, ids=lambda change: change.__name__.strip("_"))
+def test_members_that_a_function_changes_are_put_back(
+    layers: tuple[ts.ClusterCoordinator, nn.Sequential], change: Callable[[nn.Sequential], None], raises: bool
+) -> None:
+    """What it raises itself is what the program is told of."""
+    coordinator, model = layers
+
+    def function() -> None:
+        change(model)
+        if raises:
+            raise KeyError("its own")
+
+    before = coordinator.schedule(lambda: [*_names(model), len({*map(id, model.parameters())})]).fetch()
+    expected = (KeyError, "its own") if raises else (UnsupportedError, MEMBERS_CHANGED[change])
+    coordinator.schedule(function)
+    with pytest.raises(expected[0], match=expected[1]):
+        coordinator.join(timeout=30)
+    assert coordinator.schedule(lambda: [*_names(model), len({*map(id, model.parameters())})]).fetch() == before
+
+
+def test_members_may_be_others_until_the_function_ends(layers: tuple[ts.ClusterCoordinator, nn.Sequential]) -> None:
+    coordinator, model = layers
+
+    def function() -> int:
+        kept, model[1] = model[1], nn.Identity()
+        first, names = model[0], [*model._modules]
+        del model._modules["0"]
+        model._modules["0"] = first
+        model._modules.update({name: model._modules.pop(name) for name in names})
+        model[1] = kept
+        return len(model)
+
+    assert coordinator.schedule(function).fetch() == 3
+
+
+def test_a_layer_without_parameters_that_functions_make_is_warned_of_once(
+    layers: tuple[ts.ClusterCoordinator, nn.Sequential],
+) -> None:
+    coordinator, model = layers
+
+    def function() -> int:
+        if not hasattr(model[2], "act"):
+            model[2].act = nn.ReLU()
+        return len([*model.modules()])
+
+    with pytest.warns(UserWarning, match="has given a Linear a layer, a ReLU.*this worker's alone") as told:
+        assert [coordinator.schedule(function).fetch() for _ in range(3)] == [5, 5, 5]
+    assert len(told) == 1

@@ -27,7 +27,7 @@ from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.parameter_server.worker.gradients import LeftGradients
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.push import RemoteSteps, compiler
-from torchstrat.parameter_server.worker.session import MadeMembers
+from torchstrat.parameter_server.worker.session import ChangedMembers
 
 _PATIENCE_SECONDS = 0.005
 """How long an outcome waits for others to be reported with."""
@@ -243,7 +243,7 @@ class Executor:
         self._access = copies.access
         self._context = context.enter(strategy, None)
         self.steps = RemoteSteps(copies, self._access, number_of, left, attributes_of)
-        self._made = MadeMembers(is_captured, copies)
+        self._members = ChangedMembers(is_captured, copies)
         self._stepped = False
 
     def call(
@@ -289,9 +289,9 @@ class Executor:
     def _call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         self._left.begin()
         try:
-            with self.steps, self._made:
+            with self.steps, self._members:
                 result = _call(fn, args, kwargs)
-                self._made.check()
+                self._members.check()
         except BaseException as error:
             if _is_of_program(error):
                 self._finish()  # as on one device: what it has changed before stays

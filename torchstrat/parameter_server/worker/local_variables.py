@@ -23,6 +23,7 @@ from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import is_same, overlap
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.cached_parameter import grow_gradient, no_longer_one, shared_buffer
+from torchstrat.parameter_server.variables.module_structure import KnownMembers
 from torchstrat.parameter_server.variables.remote_access import ValuesToCome, VariableAccess, VariableEdit
 from torchstrat.parameter_server.worker.stand_ins import (
     Arrivals,
@@ -99,6 +100,7 @@ class Copies:
         self._can_wait: set[int] = set()
         self._arrivals = Arrivals(self._settled, self._lock, self._bring_all)
         self.buffer_edits = BufferEdits()
+        self.members = KnownMembers()
         self.wrote_parameters = False
         """Whether a function has written to any by hand."""
 
@@ -152,6 +154,7 @@ class Copies:
     def note_modules(self, modules: Iterable[nn.Module]) -> None:
         """Remember where buffers are, since modules may replace the tensor by assignment; and what may arrive late."""
         modules = list(modules)
+        self.members.note(modules)
         with DisableTorchFunctionSubclass():
             large = worth_waiting_for(modules)
         self._can_wait = {number for one, number in self._numbers.items() if one in large} - self._tables

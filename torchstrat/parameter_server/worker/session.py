@@ -1,8 +1,8 @@
 """What the coordinator owns and a function may change for itself: modes, `requires_grad`, hyperparameters, plain
 attributes, the default dtype. And what PyTorch keeps for a thread: gradient mode, autocast, the default device.
 
-What it gives modules of the coordinator besides is this worker's alone: parameters are refused, and of buffers there is
-a warning.
+What it gives modules of the coordinator besides is this worker's alone: parameters are refused, and of buffers and
+layers there is a warning. Members that it takes out or replaces are put back, and it is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchstrat.parameter_server.serialization.functions import World, unpack
 from torchstrat.parameter_server.serialization.pack_cache import Packed
 from torchstrat.parameter_server.serialization.plain import are_equal, is_fixed
 from torchstrat.parameter_server.variables.attributes import ATTRIBUTES, fixed_attributes, put_own
-from torchstrat.parameter_server.variables.module_structure import MEMBERS, STEP_HOOKS, Members
+from torchstrat.parameter_server.variables.module_structure import MEMBERS, STEP_HOOKS, Members, fill
 from torchstrat.parameter_server.variables.program_files import GLOBALS, put_globals
 from torchstrat.parameter_server.worker.local_variables import Copies
 from torchstrat.parameter_server.worker.stepped_optimizers import StepGroup
@@ -165,13 +165,13 @@ class Settings:
         self._members[token] = members
         module: nn.Module = self._world.resolve(token)
         resolve, make = self._world.resolve, self._world.tensor_of
-        _fill(own_parameters(module), _made(make, members.parameters))
-        _fill(own_children(module), _made(resolve, members.children))
+        fill(own_parameters(module), _made(make, members.parameters))
+        fill(own_children(module), _made(resolve, members.children))
         buffers = _made(make, members.buffers)
         for name, one in own_buffers(module).items():
             if one is not None and buffers.get(name) is not None:
                 buffers[name] = one  # another tensor by now, perhaps, which a function has put in its place
-        _fill(own_buffers(module), buffers)
+        fill(own_buffers(module), buffers)
         for name in (*members.parameters, *members.children, *members.buffers):
             vars(module).pop(name, None)  # a function has set it: Python would find that first
         unsaved = unsaved_buffers(module)
@@ -181,7 +181,7 @@ class Settings:
         if kind is not None:
             module.__class__ = kind
         for name, hooks in tables.items():
-            _fill(vars(module)[name], hooks)
+            fill(vars(module)[name], hooks)
         self._copies.note_modules(one for _, one in self._world.modules())
 
     def _set_step_hooks(self, token: Token, packed: Packed) -> None:
@@ -190,7 +190,7 @@ class Settings:
             optimizer = self._world.resolve(token)
             tables, step = unpack(packed, self._world)
             for name, hooks in tables.items():
-                _fill(vars(optimizer)[name], hooks)
+                fill(vars(optimizer)[name], hooks)
             vars(optimizer).pop("step", None)
             if step is not None:
                 vars(optimizer)["step"] = step
@@ -292,11 +292,6 @@ def _made(make: Callable[[Any], object], members: Mapping[str, object]) -> dict[
     return {name: None if one is None else make(one) for name, one in members.items()}
 
 
-def _fill(members: dict[str, Any], now: Mapping[str, object]) -> None:
-    members.clear()
-    members.update(now)
-
-
 class _Group:
     """One parameter group of this worker's optimizer, and what the coordinator wants in it."""
 
@@ -351,8 +346,9 @@ def _note(module: nn.Module, name: str, tensor: object) -> None:
         _made_here.noted.append((module, name))
 
 
-class MadeMembers:
-    """``with``: around one function, on its thread. ``is_captured``: whether a module is one of the coordinator's."""
+class ChangedMembers:
+    """``with``: around one function, on its thread: what it changes in the members of the coordinator's modules does
+    not outlive it. ``is_captured``: whether a module is one of these."""
 
     def __init__(self, is_captured: Callable[[object], bool], copies: Copies) -> None:
         self._is_captured, self._copies = is_captured, copies
@@ -361,29 +357,48 @@ class MadeMembers:
     def __enter__(self) -> None:
         _made_here.noted = []
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _made_here.noted = None
+        if kind is not None:
+            self._copies.members.put_back()
 
     def check(self) -> None:
-        """Raise `UnsupportedError` for parameters that are still there, and warn of buffers."""
+        """Raise `UnsupportedError` for parameters that were made and are still there, and for members that were taken
+        out or replaced; warn of buffers and of layers that were added."""
         for module, name in _made_here.noted or ():
-            if own_buffer(module, name) is not None and self._is_captured(module):
-                self._warn_of_buffer(module, name)
-            parameter = own_parameters(module).get(name)
-            if parameter is not None and self._is_captured(module) and self._copies.spec_of(parameter) is None:
+            if not self._is_captured(module):
+                continue
+            if own_buffer(module, name) is not None and not self._copies.has_buffer(module, name):
+                self._warn(module, f"a buffer, {name!r}", "no server has it, nor state_dict() there")
+            if (parameter := own_parameters(module).get(name)) is not None:
+                self._require_known(module, name, parameter)
+        for module, words, added in self._copies.members.changed():
+            if words:
                 raise UnsupportedError(
-                    f"a scheduled function has made a parameter, {name!r} of a {type(module).__name__}. It is this "
-                    "worker's alone: no server has it, and no other worker. Make it on the coordinator, within "
-                    "`with strategy.scope():`, for example by calling the module there once."
+                    f"a scheduled function has changed what a {type(module).__name__} consists of: {', '.join(words)}. "
+                    "That was undone: it would be so on this worker alone. Change the module on the coordinator, "
+                    "between functions, and workers follow; or put it back within the function."
                 )
+            for layer in added:
+                for name, parameter in layer.named_parameters():
+                    self._require_known(layer, name, parameter)
+                self._warn(module, f"a layer, a {type(layer).__name__}", "state_dict() there has it not")
 
-    def _warn_of_buffer(self, module: nn.Module, name: str) -> None:
+    def _require_known(self, module: nn.Module, name: str, parameter: torch.Tensor) -> None:
+        if self._copies.spec_of(parameter) is None:
+            raise UnsupportedError(
+                f"a scheduled function has made a parameter, {name!r} of a {type(module).__name__}. It is this "
+                "worker's alone: no server has it, and no other worker. Make it on the coordinator, within "
+                "`with strategy.scope():`, for example by calling the module there once."
+            )
+
+    def _warn(self, module: nn.Module, what: str, missing: str) -> None:
         kind = type(module)
-        if not self._copies.has_buffer(module, name) and (kind, name) not in self._warned:
-            self._warned.add((kind, name))
+        if (kind, what) not in self._warned:
+            self._warned.add((kind, what))
             warnings.warn(
-                f"a scheduled function has given a {kind.__name__} a buffer, {name!r}, which it has not on the "
-                "coordinator. It is this worker's alone: no server has it, nor state_dict() there, nor another worker. "
+                f"a scheduled function has given a {kind.__name__} {what}, which it has not on the "
+                f"coordinator. It is this worker's alone: {missing}, nor another worker. "
                 "That is right for what each works out anew (a mask); make what is to be kept within `with "
                 "strategy.scope():`.",
                 stacklevel=2,
