@@ -130,74 +130,57 @@ class ModuleStructure:
 
 
 class _Known(NamedTuple):
-    """What one module has. By weak references, since a child may hold its parent."""
+    """What one module has."""
 
-    module: weakref.ref[nn.Module]
-    parameters: Mapping[str, weakref.ref[torch.Tensor] | None]
-    children: Mapping[str, weakref.ref[nn.Module] | None]
+    module: nn.Module
+    parameters: Mapping[str, torch.Tensor | None]
+    children: Mapping[str, nn.Module | None]
     ids: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class KnownMembers:
-    """What modules have on a worker, as the coordinator has it: what a function changes is told from that."""
+    """What modules have on a worker, as the coordinator has it: what a function changes is told from that. Not weak."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []
 
     def note(self, modules: Iterable[nn.Module]) -> None:
         """These are all that there are, and each is as it should be."""
-        of_python = (module for module in modules if isinstance(own_children(module), dict))
-        self._known = [_known(module) for module in of_python]
+        self._known = [_known(module) for module in modules if isinstance(own_children(module), dict)]
 
     def changed(self) -> Iterator[tuple[nn.Module, list[str], list[nn.Module]]]:
         """Modules that have other members now: words for each that was replaced or taken out, and children that were
         added. All are known from then on."""
         for place, known in enumerate(self._known):
-            module = known.module()
-            if module is None or known.ids == _ids_of_members(module):
+            if known.ids == _ids_of_members(known.module):
                 continue
-            parameters, children = own_parameters(module), own_children(module)
+            parameters, children = own_parameters(known.module), own_children(known.module)
             words = [*_differences("parameter", known.parameters, parameters)]
             words += _differences("layer", known.children, children)
             if not words and [name for name in children if name in known.children] != [*known.children]:
                 words.append("its layers are in another order")
             added = [one for name, one in children.items() if one is not None and known.children.get(name) is None]
-            yield module, words, added
-            self._known[place] = _known(module)  # unless that was an error for who asked
+            yield known.module, words, added
+            self._known[place] = _known(known.module)  # unless that was an error for who asked
 
     def put_back(self) -> None:
         """Have every module as it was."""
         for known in self._known:
-            module = known.module()
-            if module is not None and known.ids != _ids_of_members(module):
-                for members, had in (
-                    (own_parameters(module), known.parameters),
-                    (own_children(module), known.children),
-                ):
-                    now: dict[str, object] = {name: None if one is None else one() for name, one in had.items()}
-                    fill(members, now)
-
-
-def _alive(members: Mapping[str, weakref.ref[Any] | None]) -> dict[str, object]:
-    return {name: None if one is None else one() for name, one in members.items()}
+            if known.ids != _ids_of_members(known.module):
+                fill(own_parameters(known.module), known.parameters)
+                fill(own_children(known.module), known.children)
 
 
 def _known(module: nn.Module) -> _Known:
-    parameters, children = own_parameters(module), own_children(module)
-    return _Known(
-        weakref.ref(module),
-        {name: None if one is None else weakref.ref(one) for name, one in parameters.items()},
-        {name: None if one is None else weakref.ref(one) for name, one in children.items()},
-        _ids_of_members(module),
-    )
+    return _Known(module, dict(own_parameters(module)), dict(own_children(module)), _ids_of_members(module))
 
 
 def _ids_of_members(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(id, own_parameters(module).values())), tuple(map(id, own_children(module).values()))
 
 
-def _differences(kind: str, had: Mapping[str, weakref.ref[Any] | None], now: Mapping[str, object]) -> Iterator[str]:
-    for name, before in _alive(had).items():
+def _differences(kind: str, had: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    for name, before in had.items():
         if before is not None and now.get(name) is not before:
             where = "another one" if now.get(name) is not None else "None" if name in now else "gone"
             yield f"its {kind} {name!r} is {where}"

@@ -463,6 +463,7 @@ class _Session:
         for number in numbers_of(tokens):
             self._resources.forget(number)
         self._world.release(tokens)
+        self._copies.members.note(module for _, module in self._world.modules())
         if any(reference() is not None for reference in held):  # in a cycle, as far as nothing of the program holds it
             gc.collect()
         self._servers.give_back_memory()
