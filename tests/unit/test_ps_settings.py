@@ -171,6 +171,14 @@ def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
     assert program.run(lambda: optimizer.param_groups[0]["lr"]) == 0.1
 
 
+def test_a_hyperparameter_may_be_a_tensor_of_several_elements(program: Program) -> None:
+    optimizer, seen = program.optimizer, []
+    for value in (torch.ones(3), torch.ones(3), torch.tensor([2.0, 1.0]), None):
+        optimizer.param_groups[0]["scales"] = value
+        seen.append(program.run(lambda: optimizer.param_groups[0]["scales"]))
+    assert [None if one is None else one.tolist() for one in seen] == [[1.0] * 3, [1.0] * 3, [2.0, 1.0], None]
+
+
 def test_a_change_of_what_pytorch_keeps_for_a_thread_is_warned_of(program: Program) -> None:
     with pytest.warns(UserWarning, match="a scheduled function set .* That holds until the function ends"):
         program.coordinator.schedule(lambda: torch.set_grad_enabled(False)).get(timeout=30)

@@ -58,6 +58,7 @@ from torchstrat.parameter_server.scheduler_events import (
 from torchstrat.parameter_server.serialization.captured_objects import Increment
 from torchstrat.parameter_server.serialization.functions import unpack_exception
 from torchstrat.parameter_server.serialization.pack_cache import KEPT_CODES, Packed, Recent
+from torchstrat.parameter_server.serialization.plain import are_equal
 from torchstrat.parameter_server.transport.requests import pack
 
 
@@ -219,8 +220,8 @@ class KnownWorker:
     def _set(
         self, place: int, options: Options, modes: Modes, settings: list[tuple[int, Options | None, Modes | None]]
     ) -> None:
-        new_options = None if self._options == options else options
-        new_modes = None if self._modes == modes else modes
+        new_options = None if are_equal(self._options, options) else options  # which may have tensors
+        new_modes = None if are_equal(self._modes, modes) else modes
         self._options, self._modes = options, modes  # equal ones too: the next may be the same objects
         if new_options is not None or new_modes is not None:
             settings.append((place, new_options, new_modes))
