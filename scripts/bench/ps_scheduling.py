@@ -32,13 +32,14 @@ from typing import Any
 from train_step import print_header
 
 from torchstrat.parameter_server.dispatch import Batch, Report
-from torchstrat.parameter_server.dispatcher import Dispatcher, Work
+from torchstrat.parameter_server.dispatcher import Dispatcher
 from torchstrat.parameter_server.interface import Peer, Task
 from torchstrat.parameter_server.remote_value import RemoteValue, ResourceTable
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH
 from torchstrat.parameter_server.serialization.captured_objects import Lifetimes
 from torchstrat.parameter_server.serialization.functions import Packed, unpack_result
 from torchstrat.parameter_server.transport.requests import pack, unpack
+from torchstrat.parameter_server.worker_sessions import Work
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 DEEP = 40_000

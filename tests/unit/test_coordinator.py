@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,19 @@ def test_a_closed_coordinator_says_so(coordinator: ts.ClusterCoordinator) -> Non
     for call in (coordinator.join, coordinator.done, lambda: coordinator.schedule(add, (1,))):
         with pytest.raises(ContextError, match="closed"):
             call()
+
+
+def test_who_waits_is_told_when_the_strategy_is_closed(of_one: ts.ClusterCoordinator) -> None:
+    gate = close_gate("closed")
+    running, queued = [of_one.schedule(pass_gate, ("closed",)) for _ in range(2)]
+    await_arrivals("closed", 1)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(wait) for wait in (of_one.join, running.get, queued.get)]
+        of_one.strategy.close()
+        for one in waiting:
+            with pytest.raises(ContextError, match="closed"):
+                one.result(timeout=60)
+    gate.set()
 
 
 # -- what it takes and gives back --------------------------------------------------------------------------------------

@@ -163,6 +163,23 @@ def test_after_a_function_that_raised_nothing_of_its_batch_runs() -> None:
         assert one.note([200])[0].get(DEADLINE_SECONDS) == 200, "the worker goes on"
 
 
+def test_an_error_that_another_thread_takes_meanwhile_is_not_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job() as one:
+        with suppress(KeyError):
+            one.coordinator.schedule(bad).get(DEADLINE_SECONDS)
+        take, calls = one.coordinator._dispatcher.raise_pending, []
+
+        def take_late() -> None:
+            calls.append(None)
+            if len(calls) > 1:  # the first time it has not come yet
+                with suppress(KeyError):
+                    take()  # as by another thread
+                take()
+
+        monkeypatch.setattr(one.coordinator._dispatcher, "raise_pending", take_late)
+        assert one.note([1])[0].get(DEADLINE_SECONDS) == 1
+
+
 # -- what cannot be sent -----------------------------------------------------------------------------------------------
 
 

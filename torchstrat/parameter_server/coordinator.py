@@ -27,7 +27,7 @@ from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import require_callable, require_kwargs, require_list_or_tuple
 from torchstrat.distributed.cluster import WORKER
 from torchstrat.parameter_server.dispatch import ResourceSpec
-from torchstrat.parameter_server.dispatcher import Dispatcher, Work
+from torchstrat.parameter_server.dispatcher import Dispatcher
 from torchstrat.parameter_server.interface import Task
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.leases.dataset import LeasedDataset, reader_builder
@@ -69,7 +69,7 @@ from torchstrat.parameter_server.variable_home import ServerHome
 from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 from torchstrat.parameter_server.waiting import held_back
 from torchstrat.parameter_server.worker.executor import current_worker_index
-from torchstrat.parameter_server.worker_sessions import release
+from torchstrat.parameter_server.worker_sessions import Work, release
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import Checkpoint, CheckpointManager

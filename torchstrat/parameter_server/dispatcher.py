@@ -36,8 +36,6 @@ from torchstrat.parameter_server.scheduler import Scheduler
 from torchstrat.parameter_server.waiting import TimeLimits, held_back, waiting_for, where
 from torchstrat.parameter_server.worker_sessions import GradientsOfJob, KnownWorker, News, Work, WorkerCalls
 
-__all__ = ["Dispatcher", "Work"]
-
 logger = logging.getLogger("torchstrat.parameter_server")
 
 _MOMENT_SECONDS = 0.005
@@ -57,7 +55,8 @@ class Dispatcher:
         self.queue_size = queue_size
         self._worker_calls = WorkerCalls(job, unpack, self._is_over, self._take)
         self._scheduler = Scheduler(first_function=job.first_function)
-        self._next_function = job.first_function
+        self.next_function = job.first_function
+        """The number that the next function will have."""
         self._works: dict[int, Work] = {}
         self._results: News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
@@ -84,36 +83,37 @@ class Dispatcher:
         self._thread.start()
         job.on_outcomes = self._worker_calls.reported
         job.left_gradients = self._left_gradients
-        job.lifetimes.watch(lambda: self._next_function, lambda: self._calls.put(True))
+        job.lifetimes.watch(lambda: self.next_function, lambda: self._calls.put(True))
 
     # -- for the user's thread --------------------------------------------------------------------------------------
 
     def submit(self, make: Callable[[int], Work]) -> RemoteValue[Any]:
         """Queue ``make(number)``; waits while the queue is full."""
-        with self._lock:
-            if len(self._works) >= self.queue_size:
-                self._wait_for(lambda: self.num_unfinished < self.queue_size or self._is_stuck())
-            if self._closed or self._broken is not None:
-                self._require_running()
-            may_run = self._scheduler.pending_error is None and not self._scheduler.servers_lost
+        while True:
+            with self._lock:
+                if len(self._works) >= self.queue_size:
+                    self._wait_for(lambda: self.num_unfinished < self.queue_size or self._is_stuck())
+                if self._closed or self._broken is not None:
+                    self._require_running()
+                may_run = self._scheduler.pending_error is None and not self._scheduler.servers_lost
+                if may_run:
+                    number = self.next_function
+                    work = self._works[number] = make(number)
+                    self.next_function += 1
+                    # Nobody waits for anything that this changes.
+                    actions = self._scheduler.handle(ev.Submitted(number, work.max_attempts))
+                    if actions:
+                        self._carry_out(actions)
+                    if work.timeout_seconds is not None:
+                        self._timed += 1
+                        self._look_at_time()
             if may_run:
-                number = self._next_function
-                work = self._works[number] = make(number)
-                self._next_function += 1
-                # Nobody waits for anything that this changes.
-                actions = self._scheduler.handle(ev.Submitted(number, work.max_attempts))
-                if actions:
-                    self._carry_out(actions)
-                if work.timeout_seconds is not None:
-                    self._timed += 1
-                    self._look_at_time()
-        if may_run:
-            if self._outbox:
-                self._empty_outbox()
-            return work.value
-        self.raise_pending()
-        assert self._loss is not None
-        raise ParameterServerUnavailable(f"{self._loss} Until then nothing can be scheduled.", self._loss.task)
+                if self._outbox:
+                    self._empty_outbox()
+                return work.value
+            self.raise_pending()
+            if (lost := self.loss) is not None:  # otherwise another thread has taken the error
+                raise ParameterServerUnavailable(f"{lost} Until then nothing can be scheduled.", lost.task)
 
     @property
     def num_unfinished(self) -> int:
@@ -121,22 +121,17 @@ class Dispatcher:
         return len(self._works)
 
     def _is_stuck(self) -> bool:
-        """Whether waiting for functions to end is in vain: they wait for the user to take an error."""
-        return self._broken is not None or self._closed or self._is_quiet()
+        """Whether waiting for functions to end is in vain: they wait for the user to take an error, or it is over."""
+        return not self._is_running() or self._is_quiet()
 
     def _is_quiet(self) -> bool:
         return self._scheduler.pending_error is not None and self._scheduler.in_flight == 0
 
     @property
-    def next_function(self) -> int:
-        """The number that the next function will have."""
-        return self._next_function
-
-    @property
     def ended_functions(self) -> int:
         """How many have ended, those of an earlier coordinator of the same servers included."""
         with self._lock:
-            return self._next_function - self.num_unfinished
+            return self.next_function - self.num_unfinished
 
     @property
     def is_idle(self) -> bool:
@@ -152,10 +147,7 @@ class Dispatcher:
     def wait(self, timeout_seconds: float | None) -> None:
         """Until everything has run, or an error is there to be taken and nothing runs any more."""
         with self._lock:
-            ended = self._wait_for(
-                lambda: self.num_unfinished == 0 or self._is_quiet() or self._broken is not None, timeout_seconds
-            )
-            if not ended:
+            if not self._wait_for(lambda: self.num_unfinished == 0 or self._is_stuck(), timeout_seconds):
                 raise CommunicationTimeoutError(self._waiting_for(timeout_seconds))
 
     def raise_pending(self) -> None:
@@ -168,7 +160,7 @@ class Dispatcher:
             self._require_running()
             if self._scheduler.pending_error is None:
                 return
-            self._wait_for(lambda: self._is_quiet() or self._broken is not None)
+            self._wait_for(self._is_stuck)
             self._require_running()
             error = self._scheduler.pending_error
             if error is None:
@@ -186,7 +178,7 @@ class Dispatcher:
                 "the coordinator's scheduler has failed; this is a bug of torchstrat."
             ) from self._broken
         if self._closed:
-            raise ContextError("this coordinator's strategy was closed; its job is over. Make a new strategy.")
+            raise _closed("this")
 
     def where(self, function: int) -> str:
         """For messages: what a function waits for."""
@@ -233,13 +225,11 @@ class Dispatcher:
             if not rests:
                 raise CommunicationTimeoutError(self._waiting_for(timeout_seconds, who))
             if self._scheduler.servers_lost:
-                assert self._loss is not None
-                raise ParameterServerUnavailable(str(self._loss), self._loss.task)
+                self.require_servers()
 
     def require_servers(self) -> None:
         """Raises `ParameterServerUnavailable` where one is lost and was not restored since."""
-        lost = self.loss
-        if lost is not None:
+        if (lost := self.loss) is not None:
             raise ParameterServerUnavailable(str(lost), lost.task)
 
     @contextlib.contextmanager
@@ -254,12 +244,16 @@ class Dispatcher:
     def wait_released(self, worker: int, timeout_seconds: float | None) -> bool:
         with self._lock:
             return self._wait_for(
-                lambda: all(known.peer.task.index != worker for known in self._workers.values()), timeout_seconds
+                lambda: self._closed or worker not in [known.peer.task.index for known in self._workers.values()],
+                timeout_seconds,
             )
 
     def close(self) -> None:
+        """Who waits for a function, or for all, is told; what runs is not waited for."""
         with self._lock:
             self._closed = self._worker_calls.is_closed = True
+            for number, work in self._works.items():
+                work.value.set_exception(_closed(f"function {number} ({work.value.name}) had not ended when this"))
             self._changed.notify_all()
         self._calls.put(False)
         if threading.current_thread() is not self._thread:
@@ -282,8 +276,7 @@ class Dispatcher:
             self._workers[peer.incarnation] = KnownWorker(peer)
             self._is_shared |= len(self._workers) > 1
         logger.debug("%s has joined.", peer)
-        self._inbox.append(ev.WorkerJoined(peer.task.index, peer.incarnation))
-        self.take_in()
+        self._take(ev.WorkerJoined(peer.task.index, peer.incarnation))
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)
@@ -564,7 +557,7 @@ class Dispatcher:
                 self._outbox.append(partial(self._worker_calls.send_batch, known, batch))
             return known.answered(number)
 
-    def _take(self, news: News) -> None:
+    def _take(self, news: ev.Event | News) -> None:
         self._inbox.append(news)
         self.take_in()
 
@@ -584,12 +577,7 @@ class Dispatcher:
             lost, self._lost_gradients = self._lost_gradients, {}
         number, known = next(iter(lost.items()))
         name = next((spec.name for spec in self._job.variables.specs() if spec.number == number), "a parameter")
-        raise TorchstratError(
-            f"{known.peer} has gone, and with it gradients of {name} that functions had left there for later ones: no "
-            "step has used them. Values and the state of optimizers are complete, and functions that are queued run. "
-            "Restore a checkpoint, or go on without; to accumulate gradients over functions and lose none, compute "
-            "them in `with strategy.no_sync():`, which leaves them to the servers."
-        )
+        raise known.lost_gradient(name)
 
     def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
         return tuple({number for other in self._workers.values() if other is not known for number in other.left})
@@ -598,3 +586,7 @@ class Dispatcher:
         known = self._workers.get(action.incarnation)
         if known is not None:
             self._outbox.append(partial(self._worker_calls.send_recall, known, known.recalled(action.functions)))
+
+
+def _closed(what: str) -> ContextError:
+    return ContextError(f"{what} coordinator's strategy was closed; its job is over. Make a new strategy.")

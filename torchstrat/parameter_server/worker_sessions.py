@@ -23,6 +23,7 @@ from torchstrat.core.errors import (
     InvalidArgumentError,
     NotSendableError,
     ParameterServerUnavailable,
+    TorchstratError,
     WrongTypeError,
 )
 from torchstrat.core.reachable import HELPER_TYPES
@@ -210,6 +211,15 @@ class KnownWorker:
     def answered(self, number: int) -> tuple[int, ...]:
         """A batch is over; its functions."""
         return self._open.pop(number, ())
+
+    def lost_gradient(self, name: str) -> TorchstratError:
+        """This one has gone: what later functions would have stepped with, of this parameter, is nowhere else."""
+        return TorchstratError(
+            f"{self.peer} has gone, and with it gradients of {name} that functions had left there for later ones: no "
+            "step has used them. Values and the state of optimizers are complete, and functions that are queued run. "
+            "Restore a checkpoint, or go on without; to accumulate gradients over functions and lose none, compute "
+            "them in `with strategy.no_sync():`, which leaves them to the servers."
+        )
 
     def recalled(self, functions: tuple[int, ...]) -> Recalled:
         """What to ask it for, to get these back."""
