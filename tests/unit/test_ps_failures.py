@@ -6,6 +6,7 @@ Workers that leave or are removed are in test_ps_batches.py; stopped ones and re
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torchstrat.errors import (
     CommunicationTimeoutError,
     FunctionSetAsideError,
     InvalidArgumentError,
+    NotSendableError,
     ParameterServerUnavailable,
     RepeatedFunctionError,
 )
@@ -178,6 +180,25 @@ def test_a_worker_that_is_started_again_gets_everything_anew() -> None:
         assert third.fetch(timeout=WAIT) == (0, 1)  # its own copy of the data, from the start
         coordinator.join(timeout=WAIT)
         assert [vector[:2].tolist() for vector in job.model.state_dict().values()] == [[2.0, 1.0]] * 3
+
+
+def test_what_a_worker_cannot_be_sent_when_it_is_started_again_is_an_error_of_functions() -> None:
+    with job_of(1, 1) as job:
+        for place in range(3):  # what was captured before has gone to all workers, and is made anew for later ones
+            job.add(place)
+            job.coordinator.join(timeout=WAIT)
+        job.cluster.wait_until_lost(job.cluster.kill_worker(0))
+        (queued,) = job.add(3)
+        job.model.lock = threading.Lock()  # type: ignore[assignment]
+        job.cluster.start_worker(0)
+        with pytest.raises(NotSendableError, match=r"Counters\.lock .* cannot travel to a worker"):
+            job.coordinator.join(timeout=WAIT)
+        with pytest.raises(NotSendableError):
+            queued.get(timeout=WAIT)
+        del job.model.lock
+        job.add(3, 4, 5)
+        job.coordinator.join(timeout=WAIT)
+        job.assert_counts()
 
 
 def test_a_worker_that_cannot_reach_a_server_is_given_up_and_not_the_server() -> None:

@@ -523,7 +523,12 @@ class Dispatcher:
     ) -> None:
         catalog = self._job.catalog
         # Only what `schedule` has made ready: the user's thread may be half-way through building the next model.
-        increments = tuple(catalog.increments(known.version, new=False))
+        try:
+            increments = tuple(catalog.increments(known.version, new=False))
+        except Exception as error:  # this worker needs all anew, and the program has put into it what cannot travel
+            for function in functions:
+                self.put(ev.Failed(known.peer.task.index, known.peer.incarnation, function, error))
+            return
         if increments:
             known.version = increments[-1].number
             catalog.trim(min(worker.version for worker in self._workers.values()))
