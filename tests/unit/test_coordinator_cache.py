@@ -437,6 +437,9 @@ META_WRITES: dict[str, Callable[[nn.Embedding], object]] = {
     "rows by ids": lambda table: _fill(
         table.weight, lambda weight: weight.__setitem__(torch.tensor([5, 0]), torch.full((2, 4), 2.0))
     ),
+    "rows by two-dimensional ids": lambda table: _fill(
+        table.weight, lambda weight: weight.__setitem__(torch.tensor([[5, 0], [1, 2]]), torch.full((1, 2, 2, 4), 2.0))
+    ),
     "a slice": lambda table: _fill(table.weight, lambda weight: weight.__setitem__(slice(0, 6), torch.full((4,), 2.0))),
     "a mask": lambda table: _fill(table.weight, lambda weight: weight.__setitem__(torch.arange(50) < 6, 2.0)),
     "a view": lambda table: _fill(table.weight, lambda weight: weight[:6].copy_(torch.full((6, 4), 2.0))),
@@ -459,6 +462,7 @@ def test_writes_to_a_table_on_meta_reach_the_servers(write: Callable[[nn.Embeddi
         assert (after[2] == (2 if is_whole else before[2])).all()
         for refused in (
             lambda weight: weight.__setitem__((0, 1), 2.0),
+            lambda weight: weight.__setitem__(torch.ones(50, 4, dtype=torch.bool), 2.0),
             nn.init.orthogonal_,
             lambda weight: weight[:, 1].copy_(torch.ones(50)),
         ):
@@ -513,6 +517,31 @@ def test_rows_of_a_table_come_alone(read: Callable[[nn.Embedding, list[int]], to
     assert _moved(table, "ps.read") == 0
     assert _moved(table, "ps.read_rows") < 1_000 * 4 * 2 + 100  # functions read them all
     assert float(module.weight.detach().sum()) == 2 * 4_000  # the others are not taken for current
+
+
+IDS = torch.tensor([[0, 1], [2, 3]])
+ROW_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a mask of elements": lambda weight: weight.__setitem__(torch.arange(4_000).view(1_000, 4) % 3 == 0, 5.0),
+    "two-dimensional ids": lambda weight: weight.__setitem__(IDS, torch.arange(16.0).view(2, 2, 4)),
+    "a value that broadcasts": lambda weight: weight.__setitem__(IDS, torch.arange(8.0).view(2, 1, 4)),
+    "a value with one dimension more": lambda weight: weight.__setitem__(IDS[0], torch.arange(8.0).view(1, 2, 4)),
+    "all, by None": lambda weight: weight.__setitem__(None, torch.arange(4_000.0).view(1, 1_000, 4)),
+}
+
+
+@pytest.mark.parametrize("write", ROW_WRITES.values(), ids=ROW_WRITES)
+def test_whatever_an_index_means_to_pytorch_it_means_on_servers(
+    write: Callable[[torch.Tensor], object], table: Program
+) -> None:
+    module = table.made
+    table.run(Table.step, module)
+    plain = torch.ones(1_000, 4)
+    write(plain)
+    with torch.no_grad():
+        write(module.weight)
+        table.run(lambda: None)
+        assert torch.equal(module.weight[IDS], plain[IDS])
+        assert torch.equal(table.run(lambda: module(torch.arange(1_000)).detach()), plain)
 
 
 def test_rows_that_are_written_go_alone_and_wait_for_nobody(table: Program) -> None:

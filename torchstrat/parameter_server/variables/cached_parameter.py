@@ -505,7 +505,8 @@ def read_rows(call: TensorCall, table: torch.Tensor) -> torch.Tensor | None:
         return None
     if call.func is torch.Tensor.__getitem__ and call.args[0] is table:
         index = call.args[1]  # of one number: a view, by which somebody may write
-        ids = torch.as_tensor(index) if isinstance(index, list | torch.Tensor) else None
+        is_list = isinstance(index, list) and all(type(one) is int for one in index)  # others may be tuples to PyTorch
+        ids = torch.as_tensor(index) if is_list or isinstance(index, torch.Tensor) else None
     elif call.func in (F.embedding, F.embedding_bag):
         ids = call.args[0] if call.args else call.kwargs["input"]
     else:
@@ -540,18 +541,26 @@ def given_rows(call: TensorCall, table: torch.Tensor, name: str) -> tuple[torch.
     value = torch.as_tensor(value, dtype=table.dtype)
     if value.is_meta:
         return None
-    shape = tuple(table.shape) if ids is None else (len(ids), *table.shape[1:])
-    return value.detach().cpu().expand(shape), ids
+    row = table.shape[1:]
+    shape = (*(table.shape[:1] if ids is None else ids.shape), *row)
+    while value.dim() > len(shape) and value.shape[0] == 1:  # PyTorch takes these
+        value = value[0]
+    value = value.detach().cpu().expand(shape)
+    return (value, None) if ids is None else (value.reshape(ids.numel(), *row), ids.reshape(-1))
 
 
 def _rows_at(index: Any, rows: int, name: str) -> torch.Tensor | None:
+    """Of any shape."""
     if isinstance(index, tuple):
         if len(index) != 1 and not all(one is Ellipsis or one == slice(None) for one in index[1:]):
             raise _not_rows(name)
         index = index[0]
     if index is Ellipsis:
         return None
-    return torch.arange(rows)[index].reshape(-1)
+    if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() > 1:
+        raise _not_rows(name)
+    found: torch.Tensor = torch.arange(rows)[index]
+    return found
 
 
 def _rows_of_view(view: torch.Tensor, table: torch.Tensor, name: str) -> torch.Tensor:

@@ -314,7 +314,7 @@ class CoordinatorCache:
             return False
         self._require_here([copy])
         edit = None
-        with DisableTorchFunctionSubclass(), contextlib.suppress(UnsupportedError):  # of a part of a row
+        with DisableTorchFunctionSubclass(), contextlib.suppress(UnsupportedError, IndexError):  # of parts of rows
             edit = given_rows(call, tensor, copy.spec.name)
         if edit is None:
             return False
