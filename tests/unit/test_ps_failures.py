@@ -46,7 +46,7 @@ class Job:
         self.cluster, self.strategy = cluster, cluster.strategy()
         with self.strategy.scope():
             self.model = model = Counters(size)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            self.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             self.counter = counter = ts.Variable(0.0, name="counter")
         self.coordinator = coordinator = ts.ClusterCoordinator(self.strategy)
 
@@ -197,6 +197,36 @@ def test_what_a_worker_cannot_be_sent_when_it_is_started_again_is_an_error_of_fu
             queued.get(timeout=WAIT)
         del job.model.lock
         job.add(3, 4, 5)
+        job.coordinator.join(timeout=WAIT)
+        job.assert_counts()
+
+
+class OnlyHere:
+    """Workers cannot unpickle it."""
+
+    def __reduce__(self) -> Any:
+        return made_here, ()
+
+
+def made_here() -> OnlyHere:
+    if threading.current_thread() is not threading.main_thread():
+        raise ImportError("not on a worker")
+    return OnlyHere()
+
+
+def test_a_worker_that_could_not_take_in_a_batch_is_replaced() -> None:
+    with job_of(1, 1) as job:
+        (group,) = job.optimizer.param_groups
+        group["own"] = OnlyHere()
+        first = job.cluster.peer("worker", 0)
+        job.add(0)
+        with pytest.raises(ImportError, match="not on a worker"):
+            job.coordinator.join(timeout=WAIT)
+        job.cluster.wait_until_lost(first, WAIT)
+        job.cluster.kill_worker(0)
+        job.cluster.start_worker(0)
+        del group["own"]
+        job.add(*range(6))
         job.coordinator.join(timeout=WAIT)
         job.assert_counts()
 

@@ -30,7 +30,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
 from tests.support.turns import every_second
-from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.errors import (
+    ContextError,
+    FunctionError,
+    InvalidArgumentError,
+    NotSendableError,
+    TorchstratError,
+    UnsupportedError,
+)
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -177,6 +184,17 @@ def test_a_hyperparameter_may_be_a_tensor_of_several_elements(program: Program) 
         optimizer.param_groups[0]["scales"] = value
         seen.append(program.run(lambda: optimizer.param_groups[0]["scales"]))
     assert [None if one is None else one.tolist() for one in seen] == [[1.0] * 3, [1.0] * 3, [2.0, 1.0], None]
+
+
+def test_a_hyperparameter_that_cannot_travel_is_an_error_of_schedule(program: Program) -> None:
+    optimizer = program.optimizer
+    look = lambda: optimizer.param_groups[1]["lr"]  # noqa: E731
+    optimizer.param_groups[1]["own"] = lambda: 3
+    with pytest.raises(NotSendableError, match="'own' of a parameter group cannot travel"):
+        program.run(look)
+    del optimizer.param_groups[1]["own"]
+    optimizer.param_groups[1]["lr"] = 0.25
+    assert program.run(look) == 0.25
 
 
 def test_a_change_of_what_pytorch_keeps_for_a_thread_is_warned_of(program: Program) -> None:

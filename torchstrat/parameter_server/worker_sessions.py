@@ -260,11 +260,9 @@ def _collect_per_worker(packed: Packed, numbers: set[int]) -> None:
         numbers.update(numbers_of(packed.tokens))
 
 
-def without_unsendable(batch: Batch, error: BaseException) -> tuple[Batch, dict[int, BaseException]]:
-    """What can be sent of a batch that could not: the batch, and the errors of the functions that are left out.
-
-    All are, where the fault is not in the arguments of some; the batch's number has to reach the worker even so.
-    """
+def without_unsendable(batch: Batch) -> tuple[Batch, dict[int, BaseException]]:
+    """What is left of a batch that could not be sent, and the errors of the functions that it lacks: of those whose
+    arguments cannot."""
     faults: dict[int, BaseException] = {}
     for function, _, arguments, _ in batch.functions:
         try:
@@ -276,13 +274,7 @@ def without_unsendable(batch: Batch, error: BaseException) -> tuple[Batch, dict[
         (function, code, None if function in faults else arguments, seed)
         for function, code, arguments, seed in batch.functions
     )
-    rest = batch._replace(functions=functions)
-    try:
-        pack(rest)
-    except Exception:
-        nothing = Batch(batch.number, batch.stops, batch.rested, (), gone=batch.gone)
-        return nothing, {function: faults.get(function, error) for function, *_ in functions}
-    return rest, faults
+    return batch._replace(functions=functions), faults
 
 
 _UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
@@ -322,7 +314,7 @@ class WorkerCalls:
         future = self._call(known.peer, "worker.run", batch)
         error = future.exception() if future.done() else None
         if isinstance(error, NotSendableError) and not hasattr(error, "__notes__"):  # not told by the worker
-            rest, faults = without_unsendable(batch, error)
+            rest, faults = without_unsendable(batch)
             self._tell(known.peer, [Failed(*_names(known.peer), *fault) for fault in faults.items()])
             future = self._call(known.peer, "worker.run", rest)
         future.add_done_callback(partial(self._answered, known, batch.number))
@@ -357,7 +349,9 @@ class WorkerCalls:
             self._job.membership.give_up(known.peer, f"its answer did not come: {error}")
             self._tell(known.peer, [WorkerLost(*_names(known.peer), f"its answer did not come: {error}")])
         else:
+            # It has learnt nothing of what came with the batch, nor does it go on to the next number.
             self._tell(known.peer, [Failed(*_names(known.peer), function, error) for function in functions])
+            self._job.membership.give_up(known.peer, f"it could not take in what it was sent: {error}")
 
     def _handed_back(self, peer: Peer, done: Future[Any]) -> None:
         if done.exception() is None and done.result():  # an error is told by the batches' calls

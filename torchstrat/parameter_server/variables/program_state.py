@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from torchstrat.core._torch_private import (
     version_of,
 )
 from torchstrat.core.buffer_rules import is_statistic
-from torchstrat.core.errors import ContextError, UnsupportedError
+from torchstrat.core.errors import ContextError, NotSendableError, UnsupportedError
 from torchstrat.core.optimizers import Places, groups_with_wrapped, hyperparameters, is_listed
 from torchstrat.core.reduction import VariableAggregation
 from torchstrat.core.tensor_bytes import overlap, shows_part
@@ -36,7 +37,7 @@ from torchstrat.core.variables import BufferSlot, VariableRegistry
 from torchstrat.parameter_server.dispatch import SAME_AS, Options
 from torchstrat.parameter_server.messages import Token, VariableSpec
 from torchstrat.parameter_server.serialization.captured_objects import token_of_spec
-from torchstrat.parameter_server.serialization.plain import are_atoms, is_dense, is_fixed
+from torchstrat.parameter_server.serialization.plain import are_atoms, is_dense, is_fixed, is_plain
 from torchstrat.parameter_server.variables.attributes import PlainAttributes, marks_of_classes
 from torchstrat.parameter_server.variables.cached_parameter import alias_of, let_ask, no_longer_one, shares_memory
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
@@ -477,7 +478,21 @@ _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers"
 
 def as_they_are(group: Mapping[str, object]) -> dict[str, object]:
     """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
-    return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
+    return {name: None if name == "params" else _as_it_is(name, value) for name, value in group.items()}
+
+
+def _as_it_is(name: str, value: object) -> object:
+    if is_fixed(value):
+        return value
+    try:
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
+            pickle.loads(pickle.dumps(value))
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise NotSendableError(
+            f"{name!r} of a parameter group cannot travel to workers and servers: {type(value).__name__} {value!r:.80} "
+            f"({error}). Keep numbers, strings and tensors there, and what is computed of them in the function."
+        ) from error
 
 
 def options_of(optimizer: Optimizer) -> tuple[list[dict[str, object]], Places]:
