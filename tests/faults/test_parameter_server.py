@@ -153,6 +153,8 @@ def test_workers_join_and_are_removed_while_training(plan: FaultPlan) -> None:
             training.coordinator.remove_worker(0, PATIENCE_SECONDS)
             assert len(training.coordinator.fetch(results)) == 20
             assert {worker for _, worker, _ in training.run(10)} <= {1, 7}
+            training.coordinator.add_worker(0, cluster.cluster_spec.task_address("worker", 0))
+            training.run_on(0)
             training.check_values()
             training.strategy.close()
             assert dialer.result() == 0

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -230,6 +230,19 @@ def test_without_an_endpoint_functions_wait_for_another_worker() -> None:
             one.cluster.network._endpoint(peer).close()
         one.cluster.start_worker(1)
         assert one.coordinator.fetch(values) == list(range(10))
+
+
+def test_a_worker_that_was_removed_is_used_when_it_is_added_again() -> None:
+    with job() as one:
+        one.coordinator.remove_worker(0, DEADLINE_SECONDS)
+        for is_added in (False, True):
+            if is_added:
+                one.coordinator.add_worker(0, "worker0:1")
+            one.cluster.kill_worker(0)
+            one.cluster.start_worker(0)
+            (value,) = one.note([is_added])
+            with nullcontext() if is_added else pytest.raises(CommunicationTimeoutError):
+                assert value.get(DEADLINE_SECONDS if is_added else 0.05) == is_added
 
 
 # -- limits of time --------------------------------------------------------------------------------------------------

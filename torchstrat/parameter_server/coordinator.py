@@ -518,13 +518,16 @@ class ClusterCoordinator:
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def add_worker(self, index: int, address: str) -> None:
-        """Use one more worker, which listens at ``address``. Workers that know the coordinator's address join alone."""
+        """Use one more worker, which listens at ``address``; one that was removed, again: its process starts afresh.
+        Workers that know the coordinator's address join alone."""
+        self._dispatcher.readmitted.add(index)
         self._job.membership.add_task(Task(WORKER, index), address)
 
     def remove_worker(self, index: int, timeout: timedelta | float | None = None) -> None:
         """Let worker ``index`` finish what it runs, give it nothing more, and let it go.
 
-        Waits for that; ``timeout`` in seconds. The process itself goes on and may be stopped now.
+        Waits for that; ``timeout`` in seconds. The process itself goes on and may be stopped now. `add_worker` uses the
+        index again.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if isinstance(index, bool) or not isinstance(index, int):

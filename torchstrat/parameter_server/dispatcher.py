@@ -60,6 +60,7 @@ class Dispatcher:
         self._works: dict[int, Work] = {}
         self._results: News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
+        self.readmitted: set[int] = set()  # whoever joins as one of these is used, also where it was removed before
         self._is_shared = False  # there are several, or were
         self._accumulates = False  # functions have left gradients to servers
         self._lost_gradients: dict[int, KnownWorker] = {}  # by parameter, and on whom they were
@@ -239,6 +240,7 @@ class Dispatcher:
             yield self._works
 
     def drain(self, worker: int) -> None:
+        self.readmitted.discard(worker)
         self.put(ev.WorkerDraining(worker))
 
     def wait_released(self, worker: int, timeout_seconds: float | None) -> bool:
@@ -276,7 +278,7 @@ class Dispatcher:
             self._workers[peer.incarnation] = KnownWorker(peer)
             self._is_shared |= len(self._workers) > 1
         logger.debug("%s has joined.", peer)
-        self._take(ev.WorkerJoined(peer.task.index, peer.incarnation))
+        self._take(ev.WorkerJoined(peer.task.index, peer.incarnation, readmit=peer.task.index in self.readmitted))
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)

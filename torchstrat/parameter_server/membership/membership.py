@@ -496,7 +496,7 @@ class ClusterMembership:
 
         self._lock = threading.Lock()
         self._present: set[str] = set()
-        self._gone: set[str] = set()
+        self._gone: dict[str, str] = {}  # and why
         self._tell_joined: OnJoined = lambda peer, status: None
         self._tell_lost: OnLost = lambda peer, reason: None
         address = spec.task_address(CHIEF, 0) if CHIEF in spec.jobs else None
@@ -522,6 +522,10 @@ class ClusterMembership:
         self._rendezvous.add_task(task, address)
 
     def remove_task(self, task: Task) -> None:
+        if (peer := self._rendezvous.peers.get(task)) is not None:
+            with self._lock:  # if the task is added again, its process is to be another one
+                self._present.discard(peer.incarnation)
+                self._gone[peer.incarnation] = "it was removed from the cluster"
         self._rendezvous.remove_task(task)
 
     def give_up(self, peer: Peer, reason: str) -> None:
@@ -533,10 +537,11 @@ class ClusterMembership:
 
     def _joined(self, peer: Peer, status: Mapping[str, object]) -> None:
         with self._lock:
-            returned = peer.incarnation in self._gone
-            self._present.add(peer.incarnation)
-        if returned:  # its connection broke, not the process; its functions run elsewhere by now
-            self._rendezvous.give_up(peer, "its connection to the coordinator was lost")
+            gone = self._gone.get(peer.incarnation)
+            if gone is None:
+                self._present.add(peer.incarnation)
+        if gone is not None:  # its functions run elsewhere by now
+            self._rendezvous.give_up(peer, gone)
             return
         self._tell_joined(peer, status)
         deadline = SERVER_DEADLINE_SECONDS if peer.task.job == PARAMETER_SERVER else None
@@ -547,7 +552,7 @@ class ClusterMembership:
             if peer.incarnation not in self._present:
                 return
             self._present.discard(peer.incarnation)
-            self._gone.add(peer.incarnation)
+            self._gone[peer.incarnation] = "its connection to the coordinator was lost"
         self._rendezvous.give_up(peer, reason)
         self._tell_lost(peer, reason)
         self.endpoint.remove_peer(peer, reason)
