@@ -217,6 +217,12 @@ def test_plain_attributes_that_the_coordinator_sets_hold_from_then_on(program: P
     assert program.run(look) == (0.5, None, 2)
 
 
+def test_one_is_another_number_than_one_point_zero(program: Program) -> None:
+    model = program.model
+    for model.extra in (1, 1, 1.0, True, (1, 2), (1, 2.0), (True, 2.0)):
+        assert repr(program.run(lambda: model.extra)) == repr(model.extra)
+
+
 def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> None:
     model = program.model
     model.names = ["a"]

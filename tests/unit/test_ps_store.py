@@ -67,7 +67,7 @@ from torchstrat.parameter_server.server.deduplication import AppliedRecords, Ear
 from torchstrat.parameter_server.server.optimizer_step import fast_step_of
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.variables.attributes import put
+from torchstrat.parameter_server.variables.attributes import KnownNamespace, put
 from torchstrat.parameter_server.variables.deferred_init import RecordInitialisers, recipe_of, replay
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -1102,6 +1102,17 @@ def test_what_was_applied_is_remembered_until_its_function_is_forgotten() -> Non
     assert store.applied_parts(1) != {}
     store.forget_below(2)
     assert store.applied_parts(1) == {}
+
+
+def test_one_is_another_number_than_one_point_zero_where_it_is_set_on_a_class() -> None:
+    class Own:
+        factor: object = 1
+
+    known = KnownNamespace(Own)
+    for value in (1.0, True, (1, 2), (1, 2.0), 0.0, -0.0):
+        Own.factor = value
+        known.look()
+        assert repr(known.set["factor"].value) == repr(value)
 
 
 def test_what_a_job_has_set_on_a_class_ends_with_it() -> None:

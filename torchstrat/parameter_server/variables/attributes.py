@@ -130,7 +130,8 @@ class PlainAttributes:
             values = self._look_at(owner).values_of(members)
         if type(values) is not tuple:
             return None  # it has none
-        return values if are_atoms(map(type, values)) else tuple([mark_of(value) for value in values])
+        kinds = tuple(map(type, values))
+        return (kinds, values) if are_atoms(kinds) else tuple([mark_of(value) for value in values])
 
     def _look_at(self, owner: Owner) -> _Known:
         key, known = id(owner), self._known
@@ -145,7 +146,7 @@ class PlainAttributes:
         if owner not in self._sent:
             _note_classes(owner)
             self._watch_derived(owner)
-            self._sent[owner] = {name: _kept(owner.__dict__[name]) for name in names_of(owner)}
+            self._sent[owner] = {name: mark_of(owner.__dict__[name]) for name in names_of(owner)}
 
     def changed(self, owners: Iterable[tuple[Token, Owner]]) -> Mapping[Token, SetAttributes]:
         """What was set since each of these objects, with their tokens, was here first: that is when it was sent. Of
@@ -165,9 +166,9 @@ class PlainAttributes:
             for name in names_of(owner):
                 value = owner.__dict__[name]
                 before = sent.get(name, self)
-                if before == _kept(value):
+                if before == mark_of(value):
                     continue
-                sent[name] = _kept(value)
+                sent[name] = mark_of(value)
                 if is_fixed(value):
                     self._set.setdefault(owner, {})[name] = SetAttribute(time.time_ns(), value)
                 else:
@@ -202,9 +203,9 @@ class PlainAttributes:
         self.note(owner)
         members, sent = owner.__dict__, self._sent[owner]
         for name, value in values.items():
-            if name not in members or sent.get(name) == _kept(members[name]):
+            if name not in members or sent.get(name) == mark_of(members[name]):
                 _put(members, name, value)
-                sent[name] = _kept(members[name])
+                sent[name] = mark_of(members[name])
 
     def _warn(self, owner: Owner, name: str) -> None:
         if self._has_warned:
@@ -237,15 +238,11 @@ def _is_worked_out(owner: Owner, value: object) -> bool:
     return isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and bool(hooks_before_forward(owner))
 
 
-def _kept(value: object) -> object:
-    """To be compared with later ones: 1 is another number than 1.0."""
-    return (type(value), value) if is_fixed(value) else mark_of(value)
-
-
 def mark_of(value: object) -> object:
-    """Another one where it is another object, or was changed in place, as far as that can be told."""
+    """Another one where it is another object, or was changed in place, as far as that can be told. 1 is another number
+    than 1.0."""
     if is_fixed(value):
-        return value
+        return (type(value), value) if type(value) is not tuple else (tuple(map(type, value)), value)
     found = contents_of(value)
     return id(value) if found is None else (id(value), found)
 
@@ -298,7 +295,7 @@ class KnownNamespace:
         now = {} if owner is None else self.sent_of(vars(owner))
         for name in self._values.keys() | now.keys():
             value = now.get(name, Gone.GONE)
-            if name not in self._values or self._values[name] != value:
+            if name not in self._values or repr(self._values[name]) != repr(value):  # 1 is another number than 1.0
                 self.set[name] = SetAttribute(time.time_ns(), value)
         self._values = now
 
