@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,9 @@ from hypothesis import strategies as st
 
 from torchstrat.errors import AuthenticationError, InvalidArgumentError
 from torchstrat.parameter_server.interface import Peer, Task
+from torchstrat.parameter_server.same_host.channel import DTYPE_NUMBERS, Channel
+from torchstrat.parameter_server.same_host.channel import Request as SharedRequest
+from torchstrat.parameter_server.same_host.connection import Callee
 from torchstrat.parameter_server.transport.auth import WINDOW, Kind, ReplayWindow, Sealer
 from torchstrat.parameter_server.transport.failure_detector import Beat, Heartbeat, Silence
 from torchstrat.parameter_server.transport.requests import REFUSAL, Envelopes, Packed, pack, unpack
@@ -353,3 +358,20 @@ def test_one_tensor_twice_is_one_and_two_of_one_storage_are_two() -> None:
 def test_what_cannot_be_pickled_says_so() -> None:
     with pytest.raises(Exception, match="lambda"):
         pack(lambda: None)
+
+
+# -- in memory that is shared ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_cannot_be_taken_in_ends_the_connection() -> None:
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ended = threading.Event()
+    peer = Peer(Task("worker", 0), "a", "")
+    Callee(Channel(its), peer, lambda *_: None, on_sign=lambda: None, on_end=ended.set).start()
+    channel = Channel(mine)
+    in_no_memory_that_it_has = 7, 0, (1000,), DTYPE_NUMBERS[torch.float32]
+    channel.send(SharedRequest(0, "read", b"", (in_no_memory_that_it_has,), ()))
+    assert ended.wait(20)
+    assert channel.receive() is None
+    channel.close()

@@ -206,17 +206,22 @@ class Caller:
     # -- on the thread that receives --------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        while (received := self._channel.receive()) is not None:
-            message = received.message
-            self._on_sign()
-            if isinstance(message, Answer):
-                self._answered(message)
-                if self._channel.has_news:  # that the other end need not keep mapped what this call was given
-                    self._send(Dropped(message.call))
-            elif isinstance(message, Written):
-                self._was_written(message)
-            elif isinstance(message, NeedsRoom):
-                self._make_room(message)
+        try:
+            while (received := self._channel.receive()) is not None:
+                message = received.message
+                self._on_sign()
+                if isinstance(message, Answer):
+                    self._answered(message)
+                    if self._channel.has_news:  # that the other end need not keep mapped what this call was given
+                        self._send(Dropped(message.call))
+                elif isinstance(message, Written):
+                    self._was_written(message)
+                elif isinstance(message, NeedsRoom):
+                    self._make_room(message)
+        finally:  # also where an answer could not be taken in: who waits for others is to hear that
+            self._over()
+
+    def _over(self) -> None:
         with self._lock:
             calls, self._calls = self._calls or {}, None
         self._channel.close()
@@ -338,20 +343,25 @@ class Callee:
     # -- on the thread that receives --------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        while (received := self._channel.receive()) is not None:
-            message, segments, dropped = received
-            for number in dropped:
-                self._memory.remove(number)
-            for number, descriptor in segments:
-                self._memory.add(number, descriptor)
-            self._on_sign()
-            if isinstance(message, Request):
-                self._asked(message)
-            elif isinstance(message, Room):
-                self._got_room(message)
-            elif isinstance(message, Dropped):
-                with self._lock:
-                    self._waiting.pop(message.call, None)
+        try:
+            while (received := self._channel.receive()) is not None:
+                message, segments, dropped = received
+                for number in dropped:
+                    self._memory.remove(number)
+                for number, descriptor in segments:
+                    self._memory.add(number, descriptor)
+                self._on_sign()
+                if isinstance(message, Request):
+                    self._asked(message)
+                elif isinstance(message, Room):
+                    self._got_room(message)
+                elif isinstance(message, Dropped):
+                    with self._lock:
+                        self._waiting.pop(message.call, None)
+        finally:  # also where a request could not be taken in: the caller would wait for its answer without end
+            self._over()
+
+    def _over(self) -> None:
         self._channel.close()
         self._memory.clear()
         with self._lock:
