@@ -94,8 +94,10 @@ class TestOrder:
         ],
     )
     def test_an_order_that_is_none(self, order: list[int], message: str) -> None:
-        with pytest.raises(InvalidArgumentError, match=message):
-            DrawnOrder(order, 4, 6).rows(0, 4)
+        drawn = DrawnOrder(order, 4, 6)
+        for _ in range(2):  # it stays none
+            with pytest.raises(InvalidArgumentError, match=message):
+                drawn.rows(0, 4)
 
 
 def ledger_of(epoch: Epoch) -> Ledger:

@@ -203,10 +203,13 @@ class DrawnOrder:
         self._epoch = epoch
         self._seen = np.zeros(rows, dtype=np.bool_)
         self._drawn = 0
+        self._error: InvalidArgumentError | None = None
         self._kept: dict[int, int] = {}
 
     def rows(self, start: int, stop: int) -> RowNumbers:
-        """Raises `InvalidArgumentError` for an order that is no permutation of the rows."""
+        """Raises `InvalidArgumentError` for an order that is no permutation of the rows, from then on each time."""
+        if self._error is not None:
+            raise self._error
         while self._drawn < stop:
             row = self._next()
             if self._drawn >= start:  # what lies before was finished before the epoch was resumed
@@ -233,9 +236,10 @@ class DrawnOrder:
         return row
 
     def _wrong(self, what: str) -> InvalidArgumentError:
-        return InvalidArgumentError(
+        self._error = InvalidArgumentError(
             f"the order given as `shuffle` has {what} in epoch {self._epoch}; it must name every row once."
         )
+        return self._error
 
 
 _ROUNDS = 8
