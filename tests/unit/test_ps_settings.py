@@ -186,6 +186,13 @@ def test_a_hyperparameter_may_be_a_tensor_of_several_elements(program: Program) 
     assert [None if one is None else one.tolist() for one in seen] == [[1.0] * 3, [1.0] * 3, [2.0, 1.0], None]
 
 
+def test_a_hyperparameter_may_be_a_sparse_tensor(program: Program) -> None:
+    optimizer = program.optimizer
+    optimizer.param_groups[0]["mask"] = torch.eye(2).to_sparse()
+    for _ in range(2):
+        assert program.run(lambda: optimizer.param_groups[0]["mask"].to_dense().tolist()) == [[1.0, 0.0], [0.0, 1.0]]
+
+
 def test_a_hyperparameter_that_cannot_travel_is_an_error_of_schedule(program: Program) -> None:
     optimizer = program.optimizer
     look = lambda: optimizer.param_groups[1]["lr"]  # noqa: E731

@@ -89,12 +89,19 @@ def holds_no_class_of_a_program(blob: bytes) -> bool:
 
 def are_equal(one: object, other: object) -> bool:
     """Whether two settings, such as hyperparameters, are the same; tensors by value. What cannot be compared is not."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     try:
+        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+            return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _are_equal_tensors(one, other)
         return one is other or bool(one == other)
     except Exception:  # objects of the user's own
         return False
+
+
+def _are_equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is torch.strided or other.layout is not one.layout or one.shape != other.shape:
+        return one.layout is other.layout and torch.equal(one, other)
+    first, second = (tensor.detach().to_sparse_coo().coalesce() for tensor in (one, other))  # `equal` knows none
+    return torch.equal(first.indices(), second.indices()) and torch.equal(first.values(), second.values())
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
