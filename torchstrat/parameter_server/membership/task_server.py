@@ -280,13 +280,12 @@ def _the_only_index(spec: ClusterSpec, job: str) -> int:
     return indices[0]
 
 
-def _orphan_timeout(seconds: float | None, environ: Mapping[str, str] | None = None) -> float | None:
+def _orphan_timeout(seconds: float | None) -> float | None:
     """What was given, else what the environment says, else the default; None is for ever."""
     source = "orphan_timeout_seconds"
     given: float | str | None = seconds
     if given is None:
-        environ = os.environ if environ is None else environ
-        source, given = ORPHAN_TIMEOUT_VARIABLE, environ.get(ORPHAN_TIMEOUT_VARIABLE)
+        source, given = ORPHAN_TIMEOUT_VARIABLE, os.environ.get(ORPHAN_TIMEOUT_VARIABLE)
     if given is None:
         return DEFAULT_ORPHAN_TIMEOUT_SECONDS
     try:

@@ -73,15 +73,15 @@ def _quick_switches() -> Iterator[None]:
 class VariableServer:
     """A `Service`: messages are those of `VariableStore`'s methods of these names, payloads their arguments.
 
-    Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once; reads and
+    Reads, pushes and checkpoints run on four threads, so that several fused optimizers step at once; reads and
     pushes of processes of the same host on a thread per process. Short orders of the coordinator (fence, forget,
     catalog, dtype) have a thread of their own and never queue behind those.
     """
 
-    def __init__(self, threads: int = 4, *, owns_process: bool = True) -> None:
+    def __init__(self, *, owns_process: bool = True) -> None:
         self._owns_process = owns_process
         self.store = VariableStore()
-        self._work = ThreadPoolExecutor(threads, thread_name_prefix="torchstrat-ps")
+        self._work = ThreadPoolExecutor(4, thread_name_prefix="torchstrat-ps")
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="torchstrat-ps-orders")
         self._checkpoints = CheckpointShards(self.store)
         self._switching: contextlib.ExitStack = contextlib.ExitStack()

@@ -60,21 +60,19 @@ from torchstrat.parameter_server.variables.deferred_init import repeat, replay
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Prepared
 
+_LOCK_TIMEOUT_SECONDS = 300.0
+"""Of every wait for a variable: waits are for other pushes' arithmetic, which waits for nothing itself."""
+
 _ANOTHER_PROGRAM = (
     "Another program than before needs servers without variables: end the earlier job, or restart the servers."
 )
 
 
 class VariableStore:
-    """Thread-safe. ``owner`` says in error messages which server this is.
+    """Thread-safe. ``owner`` says in error messages which server this is."""
 
-    ``lock_timeout_seconds`` bounds every wait for a variable; waits are for other pushes' arithmetic, which waits for
-    nothing itself.
-    """
-
-    def __init__(self, owner: str = "this server", lock_timeout_seconds: float = 300.0) -> None:
+    def __init__(self, owner: str = "this server") -> None:
         self._owner = owner
-        self._lock_timeout_seconds = lock_timeout_seconds
         self._structure = threading.Lock()
         self._creating = threading.Lock()
         self._variables: dict[int, HeldVariable] = {}
@@ -513,10 +511,10 @@ class VariableStore:
             wanted = [self._variables[number] for number in sorted(set(numbers)) if number in self._variables]
         with contextlib.ExitStack() as locks:
             for variable in wanted:
-                if not variable.lock.acquire(timeout=self._lock_timeout_seconds):
+                if not variable.lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
                     raise CommunicationTimeoutError(
                         f"{self.owner}: {variable.spec.name!r} was being changed by other pushes for "
-                        f"{self._lock_timeout_seconds:g} s."
+                        f"{_LOCK_TIMEOUT_SECONDS:g} s."
                     )
                 locks.callback(variable.lock.release)
             shards = HeldShards({one.spec.number: one for one in wanted if not one.is_dropped}, self.owner, writer)
