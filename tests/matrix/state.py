@@ -48,11 +48,10 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import optimizer_state, table_memory
 from torchstrat.replicas.central.state import Entry
-from torchstrat.replicas.in_process import component_attributes
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers, KeptAttributes
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.per_process.edits import StateEdits
-from torchstrat.replicas.state import TensorSlot
+from torchstrat.replicas.state import OwnCopies, TensorSlot
 from torchstrat.replicas.state_kinds import KINDS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -669,7 +668,7 @@ FAULTS = (
     ),
     PlantedFault(
         "lists in attributes are shared",
-        switched_off(component_attributes, "private_value", lambda value, vectors=(): value),
+        switched_off(OwnCopies, "copy", lambda self, value, owner, replica: value),
         cells_at("attribute, list", "edited alike"),
     ),
     PlantedFault(

@@ -31,34 +31,61 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.tensor_classes import plain_kind
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 
+Made = dict[int, tuple[object, object]]
+"""By the ``id`` of what has been copied: that, so that nothing else comes to have this ``id``, and the copy."""
 
-def private_value(value: Any, vectors: Container[int] = ()) -> object:
-    """``vectors``: the ``id`` of tensors that stay themselves."""
+
+def private_value(value: Any, vectors: Container[int] = (), made: Made | None = None) -> object:
+    """``vectors``: the ``id`` of tensors that stay themselves. ``made``: what else one replica has copies of, to which
+    these are added: what is one object in several places stays one."""
     kind = type(value)
     if kind in _ATOMS:
         return value
+    if made is None:
+        made = {}
+    elif id(value) in made:
+        return made[id(value)][1]
     if kind in _OF_PYTHON:
         own = value.copy()  # in a tenth of the time of `copy.copy`: an optimizer has six dictionaries of hooks
     elif isinstance(value, torch.Tensor):
-        return value if value.requires_grad or id(value) in vectors else value.clone()
+        own = value if value.requires_grad or id(value) in vectors else value.clone()
     elif kind is tuple:
-        return tuple(private_value(member, vectors) for member in value)
+        return tuple(private_value(member, vectors, made) for member in value)
     elif not is_container(kind):
         return value
     else:
         own = copy.copy(value)
+    made[id(value)] = value, own  # before its members, one of which may be itself
     if isinstance(value, dict):
         for key, member in value.items():
             if type(member) not in _ATOMS:
-                own[key] = private_value(member, vectors)
+                own[key] = private_value(member, vectors, made)
     elif isinstance(value, list):
         if value and all(isinstance(member, nn.Parameter) for member in value):
             return own
-        own[:] = [private_value(member, vectors) for member in value]
+        own[:] = [private_value(member, vectors, made) for member in value]
     elif isinstance(value, collections.deque):
         for index, member in enumerate(value):
-            own[index] = private_value(member, vectors)
+            own[index] = private_value(member, vectors, made)
     return own
+
+
+class OwnCopies:
+    """What replicas have in one run in the place of what another one has, of containers and plain tensors. What is one
+    object to that one is one to each of the others, wherever it is held: a list that layers add to and a model adds up.
+    ``vectors``: the ``id`` of tensors that are buffers, or share memory with variables, and change hands with these.
+    """
+
+    def __init__(self, vectors: Container[int] = ()) -> None:
+        self.vectors = vectors
+        self._made: dict[tuple[int, int], Made] = {}
+
+    def of(self, owner: int, replica: int) -> Made:
+        """``replica``'s, of what ``owner`` has."""
+        return self._made.setdefault((owner, replica), {})
+
+    def copy(self, value: object, owner: int, replica: int) -> object:
+        return private_value(value, self.vectors, self.of(owner, replica))
 
 
 _ATOMS = frozenset({int, float, bool, str, type(None)})
@@ -82,16 +109,18 @@ is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container) 
 SEQUENCES = (list, tuple, collections.deque)
 
 
-def trace(value: Any) -> object:
-    """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
+def trace(value: Any, around: tuple[int, ...] = ()) -> object:
+    """Changes when somebody edits the value: the objects in a container, a tensor's count of edits. ``around``: the
+    ``id`` of the containers that it is in, of which it may be one."""
     if isinstance(value, torch.Tensor):
         return (_Identity(value), 0 if value.is_inference() else version_of(value))
     kind = type(value)
-    if not (kind is tuple or is_container(kind)):
+    if not (kind is tuple or is_container(kind)) or id(value) in around:
         return _Identity(value)
+    around = (*around, id(value))
     if issubclass(kind, dict):
-        return {key: trace(member) for key, member in value.items()}
-    return [trace(member) for member in value] if issubclass(kind, SEQUENCES) else set(value)
+        return {key: trace(member, around) for key, member in value.items()}
+    return [trace(member, around) for member in value] if issubclass(kind, SEQUENCES) else set(value)
 
 
 class _Identity:

@@ -215,6 +215,39 @@ def pruned_for_a_while() -> Training:
     return Training(plain_step(model, sgd(model)), {"model": model}, before=before)
 
 
+class _Penalised(nn.Linear):
+    def __init__(self, inputs: int, outputs: int, penalties: list[torch.Tensor]) -> None:
+        super().__init__(inputs, outputs)
+        self.penalties = penalties
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.penalties.append(y.square().mean(dim=-1, keepdim=True))
+        return y
+
+
+class _InOneList(nn.Module):
+    """Adds up what its layers have put into a list that it has made; and has a dictionary that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalties: list[torch.Tensor] = []
+        self.first, self.last = (_Penalised(*sizes, self.penalties) for sizes in ((6, 5), (5, 3)))
+        self.kept: dict[str, Any] = {"penalties": self.penalties}
+        self.kept["kept"] = self.kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalties.clear()
+        y: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        penalties: list[torch.Tensor] = self.kept["kept"]["penalties"]
+        return y + penalties[0] + penalties[1]
+
+
+def penalties_in_one_list() -> Training:
+    model = _InOneList()
+    return Training(plain_step(model, sgd(model)), {"model": model})
+
+
 def pruned_further() -> Training:
     """By what the last forward pass has left in an attribute."""
     model = Mlp()
@@ -510,7 +543,7 @@ CASES = (
     Case("assigned_state_dict", partial(exchanged, _assign)),
     Case("pruned_half_way", partial(exchanged, _prune)),
     *named(pruned_for_a_while, batches=partial(regression, (*EVEN_ROWS[1:], 1))),
-    *named(pruned_further, batches=partial(regression, (12, 1, 12, 1, 12))),
+    *named(pruned_further, penalties_in_one_list, batches=partial(regression, (12, 1, 12, 1, 12))),
     Case("parametrized_half_way", partial(exchanged, _parametrize)),
     Case("edited_in_numpy_half_way", partial(exchanged, _edit_in_numpy)),
     Case("another_head_half_way", partial(exchanged, _another_head, clip=True), warns=_OUTSIDE),

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,7 @@ from torchstrat.core.reachable import is_made
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.in_process.members import SHARED, NumberOfMaker, ReplacedMembers, tell
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
-from torchstrat.replicas.state import SEQUENCES, is_container, private_value, reference_of_entry, trace
+from torchstrat.replicas.state import SEQUENCES, OwnCopies, is_container, private_value, reference_of_entry, trace
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
@@ -129,8 +129,9 @@ class KeptAttributes:
         )
 
 
-def _is_equal(value: Any, other: Any, replaced: Mapping[int, object]) -> bool:
-    """Of what one replica has left and the leader: whether they are the same, or containers and plain values alike."""
+def _is_equal(value: Any, other: Any, replaced: Mapping[int, object], around: tuple[tuple[int, int], ...] = ()) -> bool:
+    """Of what one replica has left and the leader: whether they are the same, or containers and plain values alike.
+    ``around``: the ``id`` of the containers that they are in, of which they may be ones."""
     kind = type(value)
     if value is other or (replaced and replaced.get(id(value), value) is other):
         return True
@@ -141,10 +142,15 @@ def _is_equal(value: Any, other: Any, replaced: Mapping[int, object]) -> bool:
         return are_comparable and not (value.requires_grad or other.requires_grad) and torch.equal(value, other)
     if not (kind is tuple or is_container(kind)):
         return kind in _PLAIN and bool(value == other)
+    if (pair := (id(value), id(other))) in around:
+        return True
+    around = (*around, pair)
     if issubclass(kind, SEQUENCES):
-        return len(value) == len(other) and all(_is_equal(*pair, replaced) for pair in zip(value, other, strict=True))
+        pairs = zip(value, other, strict=False)
+        return len(value) == len(other) and all(_is_equal(one, its, replaced, around) for one, its in pairs)
     if issubclass(kind, dict):
-        return value.keys() == other.keys() and all(_is_equal(value[key], other[key], replaced) for key in value)
+        is_alike = value.keys() == other.keys()
+        return is_alike and all(_is_equal(value[key], other[key], replaced, around) for key in value)
     return bool(value == other)
 
 
@@ -170,7 +176,7 @@ class ComponentAttributes:
         self._makers: set[int] = set()  # ids of modules of which this turn has made members
         self._numbers: list[NumberOfMaker] = []
         self._replicas: list[int] = []
-        self._vectors: Container[int] = ()
+        self._made = OwnCopies()
         self._owners: dict[int, int] = {}  # by the places of modules that were made in the run
         self._before: list[_Attributes] | None = None
         self._kept = KeptAttributes()
@@ -181,11 +187,10 @@ class ComponentAttributes:
     def modules(self) -> list[nn.Module]:
         return [one for one in self._modules if isinstance(one, nn.Module)]
 
-    def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
-        """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
-        of tensors that are buffers, or share memory with variables, and change hands with these."""
+    def begin(self, modules: Iterable[nn.Module], replicas: list[int], made: OwnCopies) -> None:
+        """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``made``: of the run."""
         self._makers, self._before, self._modules, self._owners, self._numbers = set(), None, [], {}, []
-        self._replicas, self._vectors, self._attributes = replicas, vectors, {replica: [] for replica in replicas}
+        self._replicas, self._made, self._attributes = replicas, made, {replica: [] for replica in replicas}
         self._hooks.begin(self._modules)
         self._take(modules, replicas[0])
         self._replaced.begin(self._modules)
@@ -220,17 +225,20 @@ class ComponentAttributes:
             for attributes, names, kept in zip(mine, found, left, strict=True):
                 mine_still = kept.get(replica, {})
                 for name in names:
-                    if name not in mine_still and id(attributes[name]) not in self._vectors:
-                        attributes[name] = self._copy_of(attributes[name], replica)
+                    if name not in mine_still and id(attributes[name]) not in self._made.vectors:
+                        attributes[name] = self._copy_of(attributes[name], owner, replica)
                 attributes.update(mine_still)
 
-    def _copy_of(self, value: object, replica: int) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return private_value(value, self._vectors)
+    def _copy_of(self, value: object, owner: int, replica: int) -> Any:
+        made = self._made.of(owner, replica)
+        if not isinstance(value, torch.Tensor) or id(value) in made:
+            return self._made.copy(value, owner, replica)
         key, kept = id(value), self._copies
         if key not in kept or kept[key].reference() is not value:
             kept[key] = _Copies(reference_of_entry(value, kept))
-        return kept[key].of(value, replica)
+        own = kept[key].of(value, replica)
+        made[key] = value, own
+        return own
 
     def expect_member(self, module: nn.Module, name: str, member: object, replica: int) -> None:
         """``replica``, whose turn it is, sets a member."""
@@ -290,12 +298,13 @@ class ComponentAttributes:
     def end_common(self, leader: int) -> None:
         """What that code has set is so for every replica."""
         before, self._before = self._before, None
+        made = OwnCopies(self._made.vectors)
         for index, (module, earlier) in enumerate(zip(self._modules, before or (), strict=True)):
             changed = {n: v for n, v in vars(module).items() if n not in earlier or earlier[n] is not v}
             gone = [name for name in earlier if name not in vars(module)]
             for replica, attributes in self._attributes.items():
                 if replica != leader:
-                    attributes[index].update({name: private_value(value) for name, value in changed.items()})
+                    attributes[index].update({n: made.copy(value, leader, replica) for n, value in changed.items()})
                     for name in gone:
                         attributes[index].pop(name, None)
 
@@ -308,7 +317,7 @@ class ComponentAttributes:
         for index, module in enumerate(self._modules):
             own = [(replica, self._attributes[replica][index]) for replica in others]
             self._kept.keep(module, leader, own, replaced)
-        self._modules, self._attributes, self._before, self._owners, self._vectors = [], {}, None, {}, ()
+        self._modules, self._attributes, self._before, self._owners, self._made = [], {}, None, {}, OwnCopies()
         self._hooks.end()
         self._replaced.forget()
 
@@ -425,14 +434,12 @@ class ComponentHelpers:
         self._views: dict[int, LeaderView] = {}  # likewise
         self._stepping: set[int] = set()
         self._apart: dict[tuple[int, int], object] = {}  # replicas' own states, by the id of the owner's and it
-        self._vectors: Container[int] = ()
+        self._made = OwnCopies()
         self._settings: dict[int, list[dict[str, object]]] = {}  # of those that step, from before
 
-    def begin(self, helpers: list[object], replicas: list[int], vectors: Container[int] = ()) -> None:
-        """``vectors``: the ``id`` of tensors that are buffers, or share memory with variables, and change hands with
-        these."""
-        self._vectors = vectors
-        self._replicas, self.helpers, self._known = replicas, [], set()
+    def begin(self, helpers: list[object], replicas: list[int], made: OwnCopies) -> None:
+        """``made``: of the run."""
+        self._replicas, self._made, self.helpers, self._known = replicas, made, [], set()
         self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
         self.add(helpers, replicas[0])
 
@@ -446,11 +453,23 @@ class ComponentHelpers:
                 left = {} if self.kept is None else self._left_by(helper, owner)
                 attributes = {}
                 for replica in self._replicas:
-                    has = left.get(replica, {})
-                    attributes[replica] = own if replica == owner else _private(own, shared, self._vectors, has) | has
+                    attributes[replica] = self._of(replica, owner, own, shared, left.get(replica, {}))
                 if shared is not None and self._watches_leader and id(helper) not in self._stepping:
                     own["state"] = self._views[id(helper)] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
+
+    def _of(
+        self, replica: int, owner: int, own: dict[str, object], shared: SharedState | None, has: dict[str, object]
+    ) -> dict[str, object]:
+        """A replica's attributes, of a helper of which ``owner`` has these: what it ``has`` already, and of the others
+        containers and plain tensors copied, objects shared."""
+        if replica == owner:
+            return own
+        if shared is not None and "state" not in has:
+            has = {**has, "state": ReplicaView(shared)}
+        vectors, made = self._made.vectors, self._made.of(owner, replica)
+        mine = {name: value if name in has else private_value(value, vectors, made) for name, value in own.items()}
+        return mine | has
 
     def _left_by(self, helper: object, owner: int) -> dict[int, dict[str, object]]:
         """By replica what each finds again, with a state of its own in any case."""
@@ -460,7 +479,7 @@ class ComponentHelpers:
             if replica != owner:
                 own, key = left.setdefault(replica, {}), (id(state), replica)
                 if key not in self._apart:  # a wrapper and what it wraps have one in common
-                    self._apart[key] = own["state"] if "state" in own else private_value(state, self._vectors)
+                    self._apart[key] = own["state"] if "state" in own else self._made.copy(state, owner, replica)
                 own["state"] = self._apart[key]
         return left
 
@@ -488,7 +507,7 @@ class ComponentHelpers:
     def copy_again(self) -> None:
         """Give the others copies of what their owner's attributes have become, while all replicas stand still."""
         kept = [(helper, owner, attributes[owner]) for helper, attributes, owner in self.helpers]
-        self.helpers, self._known = [], set()
+        self.helpers, self._known, self._made = [], set(), OwnCopies(self._made.vectors)
         for helper, owner, own in kept:
             helper.__dict__ = own
             self.add([helper], owner)
@@ -564,7 +583,7 @@ class ComponentHelpers:
                 if is_round:
                     others = [(replica, _without_settings(helper, other)) for replica, other in others]
                 self.kept.keep(helper, owner, others)
-        self.helpers, self._known, self._replicas = [], set(), []
+        self.helpers, self._known, self._replicas, self._made = [], set(), [], OwnCopies()
         self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
 
 
@@ -574,15 +593,3 @@ def _without_settings(helper: object, attributes: dict[str, object]) -> dict[str
     if isinstance(helper, Optimizer):
         return {name: value for name, value in attributes.items() if name != "param_groups"}
     return {name: value for name, value in attributes.items() if not optimizer_state.is_plain(value)}
-
-
-def _private(
-    attributes: dict[str, object], shared: SharedState | None, vectors: Container[int], has: Container[str]
-) -> dict[str, object]:
-    """A replica's own copy of a helper's attributes, but for those that it ``has``: containers and plain tensors
-    copied, objects shared."""
-    return {
-        name: ReplicaView(shared) if name == "state" and shared is not None else private_value(value, vectors)
-        for name, value in attributes.items()
-        if name not in has
-    }

@@ -28,6 +28,7 @@ from torchstrat.replicas.in_process.component_attributes import ComponentAttribu
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
 from torchstrat.replicas.state import (
     CommonStorages,
+    OwnCopies,
     TensorSlot,
     is_variable,
     leave_graph,
@@ -92,8 +93,7 @@ class Components:
         """Give every replica of this run its components, equal to the central ones, which stay installed. ``members``:
         what the registry has now."""
         device = self._parameter_device
-        self._replicas = list(replicas)
-        self._leader = replicas[0]
+        self._replicas, self._leader = list(replicas), replicas[0]
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
         self._installed, self._is_parked, self._steps, self.has_edits = self._home, False, 0, False
         self._changes, self._recorded, self._made = members.changes, self._registry.counts[0], []
@@ -104,10 +104,10 @@ class Components:
         vectors = {id(vector) for vector in members.vectors}
         slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
         self.buffers.begin(slots, members.modules, self._replicas, members.views)
-        shared = vectors | {id(state.original) for state in self.buffers.states} | set(map(id, members.views))
-        self.helpers.begin(members.helpers, self._replicas, shared)
-        self._attributes.begin(members.modules, self._replicas, shared)
-        self._plain.begin(self._registry.plain_tensors(), shared)
+        made = OwnCopies(vectors | {id(state.original) for state in self.buffers.states} | set(map(id, members.views)))
+        self.helpers.begin(members.helpers, self._replicas, made)
+        self._attributes.begin(members.modules, self._replicas, made)
+        self._plain.begin(self._registry.plain_tensors(), made.vectors)
         if self._home == self._leader:
             self._install_objects(self._leader)
 

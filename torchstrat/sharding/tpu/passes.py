@@ -37,7 +37,7 @@ from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
 from torchstrat.replicas.optimizer_step import StepInProgress, closure_of, with_closure
-from torchstrat.replicas.state import leave_graph
+from torchstrat.replicas.state import OwnCopies, leave_graph
 from torchstrat.replicas.thread_state import ProcessSettings, ThreadState
 from torchstrat.sharding.tpu.backward import Combine, Payload, Result
 from torchstrat.sharding.tpu.edits import MadeInRun
@@ -268,8 +268,9 @@ class Passes:
         return [returned[index] for index in range(self._count)]
 
     def _begin(self) -> None:
-        self._helpers.begin(self._registry.helpers(), list(range(self._count)))
-        self._attributes.begin(self._registry.modules(), list(range(self._count)))
+        replicas, made = list(range(self._count)), OwnCopies()
+        self._helpers.begin(self._registry.helpers(), replicas, made)
+        self._attributes.begin(self._registry.modules(), replicas, made)
         self._settings.begin(range(self._count))
         with explaining():
             self._values.agree()
