@@ -17,7 +17,7 @@ import torch
 
 import torchstrat as ts
 from tests.support.replicas import cpus, replica
-from torchstrat.errors import InvalidArgumentError, StructureMismatchError, WrongTypeError
+from torchstrat.errors import InvalidArgumentError, StructureMismatchError, UnsupportedError, WrongTypeError
 from torchstrat.testing import fake_tpu_strategy
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -52,6 +52,20 @@ def test_structures_are_kept(strategy: ts.Strategy) -> None:
     opened = tuple({"list": [index], "pair": Pair(index, (index, None))} for index in range(2))
     assert strategy.local_results(result) == opened
     assert strategy.run(lambda: torch.ones(1) if replica() else None).values[0] is None
+
+
+def test_a_step_between_runs_that_is_refused_is_refused_again(strategy: ts.Strategy) -> None:
+    with strategy.scope():
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+    with strategy.no_sync():
+        strategy.run(lambda: (weight * (1 + replica())).sum().backward())
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="changed between runs"):
+            optimizer.step()
+    assert float(weight.detach()) == 0.0
 
 
 @pytest.mark.parametrize("results", [([1], [1, 2]), ({"a": 1}, {"b": 1}), ([1], (1,)), ([1], 1)])

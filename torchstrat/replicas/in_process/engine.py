@@ -239,8 +239,7 @@ class InProcessReplicas(ReplicaEngine):
         finally:
             self._counts.begin(())
             self.registry.reached = ()  # nothing of the program's is to live on here
-            if baton.is_over or not baton.is_begun:
-                self._baton = None
+            self._leave_run(baton)
 
     def _enter_run(self, baton: Baton) -> None:
         with self._entry:
@@ -251,6 +250,11 @@ class InProcessReplicas(ReplicaEngine):
                     "one run at a time; make a second strategy for what has to overlap."
                 )
             self._baton = baton
+
+    def _leave_run(self, baton: Baton) -> None:
+        """Also one that has failed before it began. Where Ctrl-C has left it going on, its end does this."""
+        if baton.is_over or not baton.is_begun:
+            self._baton = None
 
     def _run_plainly(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
@@ -323,8 +327,10 @@ class InProcessReplicas(ReplicaEngine):
         """Each replica of ``weights`` does something together with the others, between runs."""
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
-        inputs: dict[int, Any] = {replica: ([], {}) for replica in weights.active}
-        self._run_replicas(baton, weights, combine, inputs)
+        try:
+            self._run_replicas(baton, weights, combine, {replica: ([], {}) for replica in weights.active})
+        finally:
+            self._leave_run(baton)
 
     def _begin(self, baton: Baton, weights: StepWeights) -> None:
         replicas = weights.active
