@@ -54,6 +54,26 @@ def test_structures_are_kept(strategy: ts.Strategy) -> None:
     assert strategy.run(lambda: torch.ones(1) if replica() else None).values[0] is None
 
 
+@pytest.mark.parametrize("runs_before", [0, 1])
+def test_a_closed_strategy_that_runs_again_combines_what_runs_leave(strategy: ts.Strategy, runs_before: int) -> None:
+    with strategy.scope():
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def accumulate() -> None:
+        with strategy.no_sync():
+            strategy.run(lambda: (weight * replica()).sum().backward())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(runs_before):
+        accumulate()
+    for number in range(1, 3):
+        strategy.close()
+        accumulate()
+        assert float(weight.detach()) == -0.5 * (runs_before + number)
+
+
 def test_a_step_between_runs_that_is_refused_is_refused_again(strategy: ts.Strategy) -> None:
     with strategy.scope():
         weight = torch.nn.Parameter(torch.zeros(1))

@@ -413,13 +413,13 @@ class StepsOutside:
         self._is_begun = False
         self._keeps_state = owns
         self._watches_clipping = False
+        weakref.finalize(self, remove_clipping_hook, id(self)).atexit = False
 
     def watch(self, optimizers: list[Optimizer]) -> None:
         if not self._watches_clipping:
             self._watches_clipping = True
             method = weakref.WeakMethod(self._before_clipping)
             put_clipping_hook(id(self), lambda gradients: (hook := method()) and hook(gradients))
-            weakref.finalize(self, remove_clipping_hook, id(self)).atexit = False
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
@@ -453,12 +453,12 @@ class StepsOutside:
             self._keeps_state = self._owns
 
     def stop(self) -> None:
-        """The strategy is closed: optimizers are ordinary ones again."""
-        self._paused += 1
-        self._keeps_state = True
+        """The strategy is closed: optimizers are ordinary ones again, until it runs anew."""
         remove_clipping_hook(id(self))
         for optimizer in list(self._handles):
             self.let_go(optimizer)
+        self._watched.clear()
+        self._watches_clipping = False
 
     def let_go(self, optimizer: Optimizer) -> None:
         for handle in self._handles.pop(optimizer, ()):
