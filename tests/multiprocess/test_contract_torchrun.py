@@ -145,6 +145,46 @@ def close_while_another_stays(is_over: Path) -> float:
     return took
 
 
+class _Queue(nn.Linear):
+    rows: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("rows", torch.ones(1, 2))
+
+    @torch.no_grad()
+    def edit(self) -> None:
+        self.rows.mul_(2)
+        self.weight.mul_(2)
+
+    def grow(self) -> None:
+        self.rows.data = torch.cat([self.rows, torch.zeros(2, 2)])
+        self.weight.data = torch.cat([self.weight.data, torch.zeros(2, 2)])
+
+
+def fail_after_growing(row: str) -> bool:
+    strategy = contract.TORCHRUN[row].make()
+    with strategy.scope():
+        queue = _Queue()
+    strategy.run(queue.edit)
+    before = [value.tolist() for value in queue.state_dict().values()]
+
+    def step() -> None:
+        queue.edit()
+        queue.grow()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(step)
+    strategy.close()
+    return before == [value.tolist() for value in queue.state_dict().values()]
+
+
+@pytest.mark.parametrize("row", ["mirrored", "central_storage on sockets"])
+def test_what_a_step_that_raises_has_made_larger_is_as_it_was(row: str, two_processes: Workers) -> None:
+    assert two_processes.run(fail_after_growing, row) == [True, True]
+
+
 def test_a_call_that_another_never_comes_to_does_not_hold_up_who_closes(two_processes: Workers, tmp_path: Path) -> None:
     assert two_processes.run(close_while_another_stays, tmp_path / "over")[0] < PATIENT_SECONDS / 3
 

@@ -287,7 +287,7 @@ class ParameterEdits:
         edited = self.since_noted(tensors)
         for tensor in edited:
             if id(tensor) in self._copies:
-                tensor.data.copy_(self._copies[id(tensor)])
+                _put_back(tensor, self._copies[id(tensor)])
         lost = [tensor for tensor in edited if id(tensor) not in self._copies]
         self.note(edited)
         return lost
@@ -371,7 +371,7 @@ class ProcessBuffers:
         with torch.no_grad():
             for slot, tensor, copy in self._kept:
                 own_buffers(slot.module)[slot.name] = tensor
-                tensor.data.copy_(copy)
+                _put_back(tensor, copy)
 
     def _is_training(self, slot: BufferSlot) -> bool:
         return slot.module.training or id(slot.module) in self._training_before
@@ -483,6 +483,14 @@ def _is_nothing(tensor: torch.Tensor | None) -> bool:
 
 def _kind(tensor: torch.Tensor | None) -> _Kind | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _put_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    """Also where the step has put other elements there, of which there may be more (``queue.data = torch.cat(…)``)."""
+    if _kind(tensor) == _kind(copy):
+        tensor.data.copy_(copy)
+    else:
+        tensor.data = copy
 
 
 def _print_of(tensor: torch.Tensor | None) -> tuple[float, float]:
