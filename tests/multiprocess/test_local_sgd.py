@@ -24,7 +24,7 @@ from tests.support.local_steps import (
     rates_of_a_wrapper,
 )
 from tests.support.replicas import EVERY_LINE
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.testing import Workers, contract
 
 COLLECTIVES = ("shared_memory", "process_group")
@@ -72,6 +72,28 @@ def test_what_the_program_changes_between_runs_is_rank_0s_for_all(two_processes:
     wanted_losses, wanted_values = changed_by_hand(name)
     close(losses, wanted_losses)
     close(values, wanted_values)
+
+
+def change_more_on_rank_0(collectives: str) -> None:
+    strategy = local_sgd(None, collectives=collectives)
+    try:
+        mine = Training(strategy, KIND)
+        mine.train(batches(1, 2))
+        first, *others = mine.job.model.parameters()
+        with torch.no_grad():
+            for parameter in (first, *others) if strategy.is_chief else [first]:
+                parameter.mul_(2)
+        with pytest.raises(
+            ReplicaDivergenceError, match=r"between two runs of a round.* on replica \d tensors of shapes"
+        ):
+            mine.train(batches(1, 2))
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("collectives", COLLECTIVES)
+def test_what_the_program_changes_otherwise_on_each_rank(two_processes: Workers, collectives: str) -> None:
+    two_processes.run(change_more_on_rank_0, collectives)
 
 
 def train_at_rates() -> Found:

@@ -17,12 +17,13 @@ from torchstrat.core import nest
 from torchstrat.core._torch_private import after_step, before_step, own_buffer
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.engine import Communicator, MakesRounds
+from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.memory import Copies, local_copies
 from torchstrat.core.optimizers import load_in_place, state_dict_of
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica
 from torchstrat.core.variables import VariableRegistry
-from torchstrat.distributed.collectives.agreement import agree
+from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.engine import StepWeights, add_replica_note, inputs_of
 from torchstrat.replicas.exchange import broadcast_tensors
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
@@ -210,7 +211,14 @@ class _OutsideChanges:
         changed, edited = found
         if not (changed or edited):
             return
-        agree(communicator, OUTSIDE, (float(len(changed)), float(len(edited))))
+        kinds = code(repr([(tuple(one.shape), str(one.dtype)) for one in changed]))
+        if not all_equal(agree(communicator, OUTSIDE, (kinds, float(len(edited))))):
+            shapes = [tuple(one.shape) for one in changed]
+            raise ReplicaDivergenceError(
+                "the program has not changed the same on all ranks between two runs of a round: on replica "
+                f"{communicator.rank} tensors of shapes {shapes}, and the state of {len(edited)} optimizers. Do it on "
+                "every rank (rank 0's values count), or let what one rank alone does wait for strategy.end_round()."
+            )
         broadcast_tensors(communicator, changed, 0, OUTSIDE)
         for optimizer in edited:
             state = communicator.broadcast_object(state_dict_of(optimizer), 0, OUTSIDE)
