@@ -228,6 +228,10 @@ class Steps(Area):
             parameter.grad.mul_(0.5)
         strategy.run(trained.optimizer.step)
 
+    @raises(WrongTypeError, "leave must be a tuple of classes", "BatchNorm1d", r"leave=\(nn\.BatchNorm2d,\)")
+    def a_class_of_layers_to_leave(self) -> None:
+        ts.convert_sync_batchnorm(nn.BatchNorm1d(3), leave=nn.BatchNorm1d)  # type: ignore[arg-type]
+
     @warns("a bare parameter of shape", "has not seen", r"put a bare parameter into one")
     def a_bare_parameter(self) -> None:
         strategy = self.mirrored()

@@ -44,6 +44,8 @@ def convert_sync_batchnorm(module: nn.Module, leave: tuple[type[nn.Module], ...]
     """
     if not isinstance(module, nn.Module):
         raise WrongTypeError(f"convert_sync_batchnorm needs a torch.nn.Module; got {type(module).__name__}.")
+    if not isinstance(leave, tuple | list) or not all(isinstance(one, type) for one in leave):
+        raise WrongTypeError(f"leave must be a tuple of classes; got {leave!r:.80}. Write leave=(nn.BatchNorm2d,).")
     for layer in module.modules():
         if isinstance(layer, (*_SYNCHRONISED, *_LAZY)) and not isinstance(layer, (_OverReplicas, _OwnForward, *leave)):
             _require_convertible(layer)
