@@ -185,6 +185,45 @@ def test_what_a_step_that_raises_has_made_larger_is_as_it_was(row: str, two_proc
     assert two_processes.run(fail_after_growing, row) == [True, True]
 
 
+class _HoldsItself(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.itself = [self]
+
+
+def look_up_beside_a_dropped_model() -> tuple[list[list[float]], list[list[float]]]:
+    """Each rank looks a row up; for one of them there is another model still, which Python has not collected."""
+    strategy = contract.TORCHRUN["central_storage"].make()
+    with strategy.scope():
+        dropped = _HoldsItself()
+    with strategy.scope():
+        table = nn.Embedding(4, 2, max_norm=0.1)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.0)
+
+    def step() -> None:
+        table(torch.tensor([replica()])).sum().backward()
+        optimizer.step()
+
+    strategy.run(lambda: None)
+    plain = table.weight.detach().clone()
+    torch.nn.functional.embedding(torch.tensor([0, 1]), plain, max_norm=0.1)
+    gc.disable()
+    try:
+        del dropped
+        if strategy.is_chief:
+            gc.collect()
+        strategy.run(step)
+    finally:
+        gc.enable()
+    strategy.close()
+    return table.weight.tolist(), plain.tolist()
+
+
+def test_tables_are_told_apart_where_one_rank_still_has_a_dropped_model(two_processes: Workers) -> None:
+    for found, plain in two_processes.run(look_up_beside_a_dropped_model):
+        assert found == plain
+
+
 def test_a_call_that_another_never_comes_to_does_not_hold_up_who_closes(two_processes: Workers, tmp_path: Path) -> None:
     assert two_processes.run(close_while_another_stays, tmp_path / "over")[0] < PATIENT_SECONDS / 3
 

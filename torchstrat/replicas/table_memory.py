@@ -94,18 +94,18 @@ def scaled_rows(first: torch.Tensor, other: torch.Tensor, *, is_known: bool) -> 
     return rows[(shrunk < norms) & (shrunk > 0) & (off <= tolerance * norms)]
 
 
-def uses_of(uses: UsesOfTables | None, keys: Iterable[int]) -> Uses:
-    """Of the tables with these ``id``, by their places among them."""
+def uses_of(uses: UsesOfTables | None, keys: Mapping[int, int]) -> Uses:
+    """``keys``: the numbers of tables → their ``id``."""
     if uses is None:
         return {}
-    found = ((number, uses.of(key)) for number, key in enumerate(keys))
+    found = ((number, uses.of(key)) for number, key in keys.items())
     return {number: use for number, use in found if use is not None}
 
 
-def require_lookups_alone(uses: UsesOfTables | None, keys: Sequence[int], everyone: Iterable[Uses]) -> None:
+def require_lookups_alone(uses: UsesOfTables | None, keys: Mapping[int, int], everyone: Iterable[Uses]) -> None:
     """``everyone``: what each rank has found. Raises on all of them alike where one has used what another has looked
     rows up in."""
-    told = [item for one in everyone for item in one.items()]
+    told = [item for one in everyone for item in one.items() if item[0] in keys]
     if uses is None or not told:
         return
     looked_up = {number for number, use in told if use == LOOKED_UP}
@@ -132,16 +132,18 @@ def level(
         if len(rows) or len(scaled_rows(before, tensors[number], is_known=number in known)):  # or the first rank's own
             mine.append((number, rows.cpu(), before[rows].cpu()))
     everyone = communicator.all_gather_object((mine, own_uses), call)
-    put_rows(tensors, [rows for rows, _ in everyone])
+    put_rows(dict(enumerate(tensors)), [rows for rows, _ in everyone])
     return {number for rows, _ in everyone for number, _, _ in rows}, [uses for _, uses in everyone]
 
 
-def put_rows(tensors: Sequence[torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:
-    """Where several replicas have scaled a row they have scaled it alike. One that stands here scaled further is kept:
-    the rows that come may have been told from what was there before edits that all have made."""
+def put_rows(tensors: Mapping[int, torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:
+    """``tensors``: those that there are here, by number. Where several replicas have scaled a row they have scaled it
+    alike. One that stands here scaled further is kept: the rows that come may have been told from what was there before
+    edits that all have made."""
     for told in everyone:
         for number, rows, values in told:
-            tensor = tensors[number]
+            if (tensor := tensors.get(number)) is None:
+                continue
             rows, values = rows.to(tensor.device), values.to(tensor.device)
             smaller = values.double().norm(dim=1) < tensor[rows].double().norm(dim=1)
             tensor[rows[smaller]] = values[smaller]

@@ -108,6 +108,8 @@ class _Home(NamedTuple):
     kind: Kind
     address: int
     """Of the place, as this rank is shown it."""
+    number: int
+    """The same on all ranks. A model that was dropped may go on one of them before it does on others."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype == self.kind.dtype and tensor.shape == self.kind.shape and tensor.is_cpu
@@ -131,6 +133,7 @@ class CentralParameters:
     def __init__(self, copies: DeviceCopies | None = None) -> None:
         self.staged = None if copies is None else StagedParameters(copies)
         self._homes: dict[int, _Home] = {}
+        self._moved_in = 0  # ever
         self._left: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
@@ -149,9 +152,9 @@ class CentralParameters:
     def memories(self) -> list[CommonMemory]:
         return list({id(home.place.memory): home.place.memory for home in self._homes.values()}.values())
 
-    def places(self) -> list[tuple[int, Place]]:
-        """Of those that are not staged, with their ``id``, in one order on all ranks."""
-        return [(key, home.place) for key, home in self._homes.items()]
+    def places(self) -> dict[int, tuple[int, Place]]:
+        """Of those that are not staged, with their ``id``, by numbers that are the same on all ranks."""
+        return {home.number: (key, home.place) for key, home in self._homes.items()}
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Those by which the memory of parameters is held here."""
@@ -205,6 +208,7 @@ class CentralParameters:
                     place.written.copy_(tensor)
             world.barrier(call)
             for tensor, kind, place in zip(tensors, kinds, places, strict=True):
+                self._moved_in += 1
                 if self.staged is not None and self._is_staged(tensor):
                     self.staged.move_in(tensor, place, kind, is_first=world.rank == 0)
                     continue
@@ -213,7 +217,7 @@ class CentralParameters:
 
     def _keep(self, tensor: torch.Tensor, place: Place, kind: Kind) -> None:
         reference = reference_of_entry(tensor, self._homes)
-        self._homes[id(tensor)] = _Home(reference, place, kind, place.shown.data_ptr())
+        self._homes[id(tensor)] = _Home(reference, place, kind, place.shown.data_ptr(), self._moved_in)
 
     # -- edits ------------------------------------------------------------------------------------------------------
 

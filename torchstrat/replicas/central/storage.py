@@ -312,7 +312,7 @@ class CentralStorage:
     def _find_rows(self) -> list[Rows]:
         ranges = {id(memory): pages for memory, pages in self._edits}
         found, known = [], self.tables()
-        for number, (key, place) in enumerate(self.parameters.places()):
+        for number, (key, place) in self.parameters.places().items():
             start = place.written.data_ptr() - place.memory.address
             stop = start + place.written.nbytes
             edited = any(first < stop and start < last for first, last in ranges.get(id(place.memory), ()))
@@ -326,11 +326,13 @@ class CentralStorage:
         """The edits of one rank become everyone's, the others' are undone. All ranks of ``communicator`` call it,
         right after `look_for_edits` and a meeting that told that any has edits. ``rows``: some have scaled rows."""
         if rows:
-            keys = [key for key, _ in self.parameters.places()]
+            places = self.parameters.places()
+            keys = {number: key for number, (key, _) in places.items()}
             everyone = communicator.all_gather_object((self._rows, uses_of(self.uses, keys)), call)
             require_lookups_alone(self.uses, keys, [uses for _, uses in everyone])
             if communicator.rank == source:
-                put_rows([place.shown for _, place in self.parameters.places()], [told for told, _ in everyone])
+                shown = {number: place.shown for number, (_, place) in places.items()}
+                put_rows(shown, [told for told, _ in everyone])
                 self.look_for_edits()
         if communicator.rank == source:
             for memory, ranges in self._edits:

@@ -319,7 +319,7 @@ class ParameterEdits:
         such rows. All ranks call it."""
         known = renormed_weights(self._modules())
         numbers = {number for number, tensor in enumerate(tensors) if id(tensor) in known}
-        keys, memory = [id(tensor) for tensor in tensors], [tensor.data for tensor in tensors]
+        keys, memory = dict(enumerate(map(id, tensors))), [tensor.data for tensor in tensors]
         own_uses = table_memory.uses_of(self._uses, keys)
         scaled, uses = table_memory.level(communicator, memory, numbers, call, own_uses)
         table_memory.require_lookups_alone(self._uses, keys, uses)
