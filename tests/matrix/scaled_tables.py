@@ -391,6 +391,10 @@ REFUSED = refused(
 )
 
 
+def nothing(net: Net) -> object:
+    return None
+
+
 class Row(NamedTuple):
     use: Use
     expected: Expected = RIGHT
@@ -399,6 +403,8 @@ class Row(NamedTuple):
     runs: int = 4
     compiled_before: bool = False
     """Whether functions are compiled before the strategy's first run."""
+    between: Callable[[Net], object] = nothing
+    """What the program does before each run."""
 
 
 def _with_alias(net: Net) -> torch.optim.Optimizer:
@@ -409,6 +415,11 @@ def _with_alias(net: Net) -> torch.optim.Optimizer:
 def _with_array(net: Net) -> torch.optim.Optimizer:
     net.array = net.weight.detach().numpy()
     return _sgd(net)
+
+
+@torch.no_grad()
+def _shift(net: Net) -> None:
+    net.weight.add_(0.5)
 
 
 def _of_table(net: Net) -> torch.optim.Optimizer:
@@ -434,6 +445,7 @@ ROWS: Mapping[str, Row] = {
     "looked up in a compiled function": Row(_compiled_lookups),
     "scaled by a number, and looked up": Row(_decayed_and_looked_up, REFUSED),
     "changed otherwise": Row(_shifted, REFUSED),
+    "changed otherwise, between runs": Row(_alone, between=_shift),
     "used as a whole": Row(_tied, REFUSED),
     "used as a whole, by autograd.grad": Row(_tied, REFUSED, _by_grad),
     "used as a whole, in a closure": Row(_tied, REFUSED, _by_closure),
@@ -523,6 +535,7 @@ def _check(row: Row, column: str, place: str) -> None:
     plain = NETS[column]()
     optimizer = row.optimizer(plain)
     for batch in _batches()[: row.runs]:
+        row.between(plain)
         row.step(plain, optimizer, row.use, batch)
     if not row.compiled_before:
         torch.compiler.reset()
@@ -532,6 +545,7 @@ def _check(row: Row, column: str, place: str) -> None:
             optimizer = row.optimizer(net)
         step = partial(row.step, net, optimizer, row.use)
         for batch in strategy.distribute_dataset(_batches()[: row.runs]):
+            row.between(net)
             strategy.run(step, args=batch and (batch,))
         strategy.extended.check_replicas()
         assert_close(dict(net.state_dict()), dict(plain.state_dict()))

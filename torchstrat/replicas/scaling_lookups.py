@@ -479,6 +479,12 @@ class ScalingLookups:
         group = next((one for one in groups if key in one.ids), None)
         return UNSEEN if group is None else LOOKED_UP if group.has_looked_up else group.used_by or None
 
+    def possible(self) -> list[torch.Tensor]:
+        """When a run begins: what is a table, or may turn out to be one in it."""
+        if any(map(_looks_up, self._registry.new_code)):
+            return [one for one in self._registry.tensors() if may_be_table(one)]
+        return self._known()
+
     def hear_of(self, key: int) -> None:
         self._others.add(next(one for one in self._registry.tensors() if id(one) == key))
 

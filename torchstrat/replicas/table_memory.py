@@ -52,6 +52,9 @@ Uses = Mapping[int, str]
 class UsesOfTables(Protocol):
     """What the step has done with tables that scale rows on this replica, since rows were last brought together."""
 
+    def possible(self) -> list[torch.Tensor]:
+        """When a run begins: what is a table, or may turn out to be one in it."""
+
     def of(self, key: int) -> str | None:
         """With the one of this ``id``: what `Uses` has, `UNSEEN` among it; None: nothing."""
 

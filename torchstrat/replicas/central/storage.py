@@ -23,7 +23,13 @@ from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.gradients import Owned
 from torchstrat.core.optimizers import State, Tier, stand_in_of, tier_of
 from torchstrat.distributed.collectives.agreement import agree
-from torchstrat.distributed.collectives.shared_memory.common_memory import CommonMemory, Ranges, SharesMemory, why_not
+from torchstrat.distributed.collectives.shared_memory.common_memory import (
+    CommonMemory,
+    Place,
+    Ranges,
+    SharesMemory,
+    why_not,
+)
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.distributed.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.replicas.central.parameters import CentralParameters
@@ -217,6 +223,8 @@ class CentralStorage:
         self._prepared: weakref.WeakKeyDictionary[Optimizer, _Prepared] = weakref.WeakKeyDictionary()
         self._edits: list[tuple[CommonMemory, Ranges]] = []
         self._rows: list[Rows] = []
+        self._before: dict[int, torch.Tensor] = {}
+        """Tables, by number, as the program has changed them between runs."""
         self.tables: Callable[[], Container[int]] = tuple
         """The ``id`` of the weights that are known to be tables whose rows a lookup scales."""
         self.uses: UsesOfTables | None = None
@@ -309,15 +317,23 @@ class CentralStorage:
         self._rows = self._find_rows() if rows and self._edits else []
         return 2 if self._rows else int(bool(self._edits))
 
+    def begin_run(self) -> None:
+        """What the program has changed since the last step it has changed on all ranks: it is from there that lookups
+        in this run scale rows."""
+        tables = set(map(id, self.uses.possible())) if self.uses is not None else set()
+        known = self.parameters.places().items() if tables else ()  # nearly always there is none
+        places = {number: place for number, (key, place) in known if key in tables}
+        memories = {id(place.memory): place.memory for place in places.values()}
+        ranges = {key: memory.edits() for key, memory in memories.items()}
+        self._before = {number: place.shown.clone() for number, place in places.items() if _is_edited(place, ranges)}
+
     def _find_rows(self) -> list[Rows]:
         ranges = {id(memory): pages for memory, pages in self._edits}
         found, known = [], self.tables()
         for number, (key, place) in self.parameters.places().items():
-            start = place.written.data_ptr() - place.memory.address
-            stop = start + place.written.nbytes
-            edited = any(first < stop and start < last for first, last in ranges.get(id(place.memory), ()))
-            if edited and may_be_table(place.written):
-                which = scaled_rows(place.written, place.shown, is_known=key in known)
+            if may_be_table(place.written) and _is_edited(place, ranges):
+                before = self._before.get(number, place.written)
+                which = scaled_rows(before, place.shown, is_known=key in known)
                 if len(which):
                     found.append((number, which, place.shown[which]))
         return found
@@ -353,7 +369,7 @@ class CentralStorage:
     def _forget(self) -> None:
         for memory, ranges in self._edits:
             memory.forget(ranges)
-        self._edits = []
+        self._edits, self._before = [], {}
 
     # -- a step that is shared out ----------------------------------------------------------------------------------
 
@@ -515,6 +531,13 @@ class CentralStorage:
         edited = self.look_for_edits()
         if any(row[0] for row in agree(self._world, call, (float(edited),))):
             self.publish_edits(self._world, call, source)
+
+
+def _is_edited(place: Place, ranges: Mapping[int, Ranges]) -> bool:
+    """``ranges``: what this rank has written to, by the ``id`` of the memory."""
+    start = place.written.data_ptr() - place.memory.address
+    stop = start + place.written.nbytes
+    return any(first < stop and start < last for first, last in ranges.get(id(place.memory), ()))
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:

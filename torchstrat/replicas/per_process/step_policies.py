@@ -375,6 +375,7 @@ class ShardedSteps(PrimarySteps):
         self._shared: set[int] = set()  # optimizers of which the step that goes on is shared out
 
     def before_run(self, world: Communicator, optimizers: Sequence[Optimizer], roster: Roster) -> None:
+        self._storage.begin_run()
         if not all(is_listed(type(optimizer)) for optimizer in optimizers):
             self._storage.level((), OWNER, BEFORE)
         super().before_run(world, optimizers, roster)
