@@ -41,6 +41,32 @@ def test_numbers_of_processes(two_processes: Workers) -> None:
     assert two_processes.run(reduced) == [{**sums, **means, "kept": (float, 2.5)}] * 2
 
 
+def by_keys() -> list[dict[str, float]]:
+    """What each exchange makes of dicts that each process has filled in an order of its own."""
+    strategy = ts.MirroredStrategy(["cpu"])
+    values = {"loss": 1.0, "rows": 100.0}
+    names = sorted(values, reverse=strategy.is_chief)
+    (batch,) = strategy.distribute_dataset([torch.zeros(2)])
+
+    def step(_: object = None) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([values[name]]) for name in names}
+
+    def exchanged() -> list[Any]:
+        here: Any = ts.get_replica_context()
+        return [here.all_reduce("mean", step()), here.all_gather(step(), axis=0)]
+
+    found = strategy.local_results(strategy.run(exchanged))[0]
+    returned = strategy.run(step)
+    found += [strategy.reduce("mean", returned), strategy.gather(returned, axis=0)]
+    found.append(strategy.reduce("mean", strategy.run(step, args=(batch,)), weighted=True))
+    strategy.close()
+    return [{name: float(one.mean()) for name, one in each.items()} for each in found]
+
+
+def test_what_has_one_key_goes_together(two_processes: Workers) -> None:
+    assert two_processes.run(by_keys) == [[{"loss": 1.0, "rows": 100.0}] * 5] * 2
+
+
 def weighted(kind: str) -> dict[str, Any]:
     strategy = ts.registry.create(kind)
     rows = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)

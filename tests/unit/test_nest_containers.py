@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 import torchstrat as ts
-from torchstrat.errors import WrongTypeError
+from torchstrat.errors import StructureMismatchError, WrongTypeError
 
 
 @pytest.fixture
@@ -126,6 +126,22 @@ def test_what_holds_nothing_of_a_replicas_own_is_passed_whole(strategy: ts.Strat
     seen: list[Any] = []
     strategy.run(seen.append, args=(value,))
     assert [given is value for given in seen] == [True, True]
+
+
+def test_dicts_of_each_replica_go_together_by_their_keys(strategy: ts.Strategy) -> None:
+    def value(of: Any) -> dict[str, int]:
+        made = {"a": 1, "b": 2}
+        return made if of.replica_id_in_sync_group else {key: made[key] for key in reversed(made)}
+
+    made: Any = strategy.distribute_values_from_function(value)
+    assert {key: one.values for key, one in made.items()} == {"b": (2, 2), "a": (1, 1)}
+    with pytest.raises(StructureMismatchError, match=r"the keys \['a'\] beside one with \['b'\]"):
+        strategy.distribute_values_from_function(lambda of: {"ab"[of.replica_id_in_sync_group]: 1})
+
+
+def test_keys_that_have_no_order_keep_their_own(strategy: ts.Strategy) -> None:
+    """In what replicas do together, which otherwise goes by the order of the keys."""
+    assert strategy.reduce("sum", {"b": ONE, 1: TWO, "a": ONE}) == {"b": 3, 1: 6, "a": 3}
 
 
 def test_sizes_that_differ_are_a_plain_tuple_of_results(strategy: ts.Strategy) -> None:

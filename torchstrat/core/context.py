@@ -293,9 +293,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: object, options: object = None) -> Any:
         """Combine ``value`` over all replicas; every replica gets the result, on its own device.
 
-        ``value`` is a tensor or a nest of tensors of equal shapes and dtypes on every replica; a Python number counts
-        as a scalar tensor, a bool as 0 or 1. Differentiable: the gradient is the `all_reduce`, with the same operation,
-        of the incoming gradients.
+        ``value`` is a tensor or a nest of tensors of equal shapes and dtypes on every replica, where dicts go by their
+        keys; a Python number counts as a scalar tensor, a bool as 0 or 1. Differentiable: the gradient is the
+        `all_reduce`, with the same operation, of the incoming gradients.
         """
         op = ReduceOp.parse(reduce_op)
         self._require_current("all_reduce")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchstrat.core.errors import WrongTypeError
+from torchstrat.core.errors import StructureMismatchError, WrongTypeError
 
 Nest = Any
 
@@ -128,13 +129,56 @@ def _rebuild_tuple(like: tuple[object, ...], values: list[Nest]) -> Nest:
 
 
 def map_structure(fn: Callable[..., object], first: Nest, *others: Nest) -> Nest:
-    """Apply ``fn`` to the leaves of nests of equal structure, and return that structure."""
+    """Apply ``fn`` to the leaves of nests of equal structure, and return that structure; by key in dicts.
+
+    Raises:
+        StructureMismatchError: dicts have other keys.
+    """
     if not is_nested(first):
         return fn(first, *others)
     if not others:
         return rebuild(first, [map_structure(fn, child) for child in values_of(first)])
-    columns = [values_of(nest) for nest in (first, *others)]
+    columns = [values_of(first), *(_values_beside(first, other) for other in others)]
     return rebuild(first, [map_structure(fn, *row) for row in zip(*columns, strict=True)])
+
+
+def _values_beside(first: Nest, other: Nest) -> list[Nest]:
+    """Of ``other``, in the order of ``first``."""
+    if not (_is_mapping(type(first)) and _is_mapping(type(other))):
+        return values_of(other)
+    if first.keys() != other.keys():
+        raise StructureMismatchError(
+            f"values of one structure were needed; got a {type(first).__name__} with the keys {list(first)} beside one "
+            f"with {list(other)}. Give all of them the same keys."
+        )
+    return [other[key] for key in first]
+
+
+def map_by_keys(fn: Callable[..., object], value: Nest) -> Nest:
+    """`map_structure`, with ``fn`` called for the entries of a dict in the order of their keys: for what replicas do
+    together for each leaf. Each may have filled its dict in another order, from a set of names, say."""
+    if not is_nested(value):
+        return fn(value)
+    if not _is_mapping(type(value)):
+        return rebuild(value, [map_by_keys(fn, child) for child in value])
+    made = {key: map_by_keys(fn, child) for key, child in _sorted(value)}
+    return rebuild(value, [made[key] for key in value])
+
+
+def flatten_by_keys(value: Nest) -> list[object]:
+    """The leaves in the order in which `map_by_keys` takes them."""
+    if not is_nested(value):
+        return [value]
+    inner = [child for _, child in _sorted(value)] if _is_mapping(type(value)) else value
+    return [leaf for child in inner for leaf in flatten_by_keys(child)]
+
+
+def _sorted(value: Mapping[Any, Nest]) -> list[tuple[Any, Nest]]:
+    entries = list(value.items())
+    try:
+        return sorted(entries, key=operator.itemgetter(0))
+    except TypeError:  # keys of several kinds have no order but their own
+        return entries
 
 
 def leaves(value: Nest) -> Iterator[Any]:

@@ -346,7 +346,7 @@ def differentiable(
     function: type[torch.autograd.Function], value: object, exchange: Exchange, how: object, call: str
 ) -> object:
     """Apply one of the functions above to the leaves of a nest, in a single exchange."""
-    tensors = [as_tensor(leaf, call) for leaf in nest.leaves(value)]
+    tensors = [as_tensor(leaf, call) for leaf in nest.flatten_by_keys(value)]
     if not tensors:
         return value
     for tensor in tensors:
@@ -356,7 +356,8 @@ def differentiable(
             )
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         exchange.__self__.span_replicas()  # type: ignore[attr-defined]
-    return nest.unflatten(value, list(function.apply(exchange, how, *tensors)))
+    combined = iter(function.apply(exchange, how, *tensors))
+    return nest.map_by_keys(lambda _: next(combined), value)
 
 
 _CHUNK_BYTES = 32 << 20

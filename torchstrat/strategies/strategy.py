@@ -314,8 +314,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             )
         if weighted:
             require_mean_without_axis(op, axis)
-            return nest.map_structure(self._weighted_mean, value)
-        return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+            return nest.map_by_keys(self._weighted_mean, value)
+        return nest.map_by_keys(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     def _weighted_mean(self, leaf: object) -> object:
         if isinstance(leaf, Variable):
@@ -345,7 +345,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """
         context.require_cross(self, "gather")
         dim = parse_gather_axis(axis)
-        return nest.map_structure(lambda leaf: self._gather_leaf(leaf, dim), value)
+        return nest.map_by_keys(lambda leaf: self._gather_leaf(leaf, dim), value)
 
     def _gather_leaf(self, leaf: object, dim: int) -> object:
         return gathered(leaf, dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)

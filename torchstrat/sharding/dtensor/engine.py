@@ -290,7 +290,7 @@ class LogicalReplicas(PerProcessReplica):
         self._require_alike(leaves)
         with self.variables.inside():
             result = super()._run(fn, args, kwargs)
-        return nest.map_structure(_put_together, result)
+        return nest.map_by_keys(_put_together, result)
 
     def _require_alike(self, leaves: Sequence[object]) -> None:
         """A batch, or a random number, that differs between logical devices would make every sum over them wrong, and
@@ -363,13 +363,13 @@ class LogicalReplicas(PerProcessReplica):
     # -- replica context -------------------------------------------------------------------------------------------
 
     def all_reduce(self, op: ReduceOp, value: object) -> Any:
-        return super().all_reduce(op, nest.map_structure(_whole, value))
+        return super().all_reduce(op, nest.map_by_keys(_whole, value))
 
     def all_gather(self, value: object, axis: int) -> Any:
-        return super().all_gather(nest.map_structure(_whole, value), axis)
+        return super().all_gather(nest.map_by_keys(_whole, value), axis)
 
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        whole_args, whole_kwargs = nest.map_structure(_whole, list(args)), nest.map_structure(_whole, kwargs)
+        whole_args, whole_kwargs = nest.map_by_keys(_whole, list(args)), nest.map_by_keys(_whole, kwargs)
         return super().merge_call(fn, tuple(whole_args), whole_kwargs)
 
 

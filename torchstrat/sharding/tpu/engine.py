@@ -393,12 +393,12 @@ class SpmdReplicas(ReplicaEngine):
 
     def all_reduce(self, op: ReduceOp, value: object) -> object:
         recording = self._recording("all_reduce")
-        reduced: object = nest.map_structure(lambda leaf: recording.all_reduce(op, leaf), value)
+        reduced: object = nest.map_by_keys(lambda leaf: recording.all_reduce(op, leaf), value)
         return reduced
 
     def all_gather(self, value: object, axis: int) -> object:
         recording = self._recording("all_gather")
-        gathered: object = nest.map_structure(lambda leaf: recording.all_gather(leaf, axis), value)
+        gathered: object = nest.map_by_keys(lambda leaf: recording.all_gather(leaf, axis), value)
         return gathered
 
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Options) -> object:
