@@ -678,6 +678,21 @@ def test_statistics_that_a_step_has_changed_and_reads_are_warned_of_once() -> No
             strategy.run(change_and_read, args=(x,))
 
 
+@pytest.mark.parametrize("counts", [(3, 2), (1, 3)])
+def test_what_replicas_made_of_uneven_batches_counts_by_their_rows_in_statistics(counts: tuple[int, int]) -> None:
+    """One pass, for what they hand to the second step has one shape, and rows that differ."""
+
+    def program(strategy: ts.Strategy) -> Any:
+        with strategy.scope():
+            layer = nn.BatchNorm1d(3)
+        scale = torch.arange(1.0, 5.0).unsqueeze(1)
+        features = strategy.run(lambda x: x.mean(0, keepdim=True) * scale, args=(rows_of(counts),))
+        strategy.run(layer, args=(features,))
+        return [layer.running_mean, layer.running_var]
+
+    assert_as_mirrored(program)
+
+
 def test_batches_with_other_shares_are_named_where_gradients_are_averaged() -> None:
     with fake_tpu(2) as strategy:
         with strategy.scope():

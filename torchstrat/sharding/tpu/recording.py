@@ -304,10 +304,11 @@ class Recording:
                 return dict.fromkeys(payloads, before + (rows - before).sum(dim=0))
             if not is_number or aggregation is not VariableAggregation.MEAN:
                 return dict.fromkeys(payloads, rows[0])
-            if len({share for own in shares for share in own}) == 1:
+            everyone = [share for own in shares for share in own]
+            if len(set(everyone)) == 1:
                 return dict.fromkeys(payloads, rows.mean(dim=0))
-            # Of equal shares: replicas with as many rows are in one pass. One without rows may have nan.
-            means = [part.sum(dim=0) * own[0] for part, own in zip(parts, shares, strict=True) if own[0]]
+            # One without rows may have nan.
+            means = [row * share for row, share in zip(rows.unbind(0), everyone, strict=True) if share]
             return dict.fromkeys(payloads, torch.stack(means).sum(dim=0))
 
         with lanes.left("an edit of a buffer"):
