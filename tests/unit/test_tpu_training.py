@@ -693,6 +693,26 @@ def test_what_replicas_made_of_uneven_batches_counts_by_their_rows_in_statistics
     assert_as_mirrored(program)
 
 
+@pytest.mark.parametrize("are_rows", [True, False])
+def test_weights_beyond_half_precision(are_rows: bool) -> None:
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.Linear(1, 1, bias=False).half()
+
+        def step(x: torch.Tensor, tokens: torch.Tensor) -> None:
+            if not are_rows:
+                here().set_weight(tokens)
+            layer(x[:1].half()).sum().backward()
+
+        counts = (60000, 20000) if are_rows else (1, 1)
+        batch = batch_of_replicas(
+            [torch.full((count, 1), value) for count, value in zip(counts, (1.0, 3.0), strict=True)]
+        )
+        strategy.run(step, args=(batch, own(60000.0, 20000.0)))
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.item() == 1.5
+
+
 def test_batches_with_other_shares_are_named_where_gradients_are_averaged() -> None:
     with fake_tpu(2) as strategy:
         with strategy.scope():

@@ -97,13 +97,15 @@ class LaneWeights:
             self.given = self.lanes.stacked(weight).detach()
 
     def as_tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """``[lanes]``, real, of ``like``'s precision and device; 0 for lanes that do not count."""
+        """``[lanes]``, real, on ``like``'s device, in single precision at least, for half of it ends at 65504; 0 for
+        lanes that do not count."""
+        kind = torch.promote_types(_real_dtype(like), torch.float32)
         if self.given is not None:
-            mask = self.lanes.mask(like)
+            mask = self.lanes.mask(like).to(kind)
             return torch.where(mask > 0, self.given.to(mask), torch.zeros_like(mask))
         values = dict(zip(self.lanes.active, self.rows, strict=True))
         numbers = [float(values.get(lane, 0.0)) for lane in range(self.lanes.count)]
-        return torch.tensor(numbers, dtype=_real_dtype(like), device=like.device)
+        return torch.tensor(numbers, dtype=kind, device=like.device)
 
     def factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
         """What each lane's gradient is multiplied with in the combined one; outside of the level.
@@ -130,7 +132,8 @@ class LaneWeights:
             return self.lanes.mask(like)
         if self.are_equal:
             return self.lanes.mask(like) / sum(len(one.rows) for one in self._all_passes)
-        return self.as_tensor(like) / torch.stack([one.as_tensor(like).sum() for one in self._all_passes]).sum()
+        total = torch.stack([one.as_tensor(like).sum() for one in self._all_passes]).sum()
+        return (self.as_tensor(like) / total).to(_real_dtype(like))
 
     def combined(self, stacked: torch.Tensor) -> torch.Tensor:
         """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""
