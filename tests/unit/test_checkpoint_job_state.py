@@ -143,8 +143,9 @@ def test_seeding_after_a_restore_begins_anew(begin: Begin, tmp_path: Path) -> No
     other.strategy.close()
 
 
-def test_a_seed_that_was_put_aside_goes_on_too(begin: Begin, tmp_path: Path) -> None:
-    job = begin(mirrored())
+@pytest.mark.parametrize("kind", ["mirrored 2", "tpu"])
+def test_a_seed_that_was_put_aside_goes_on_too(kind: str, begin: Begin, tmp_path: Path) -> None:
+    job = begin(STRATEGIES[kind]())
     job.draws()
     seven = torch.get_rng_state()
     torch.manual_seed(8)
@@ -153,7 +154,7 @@ def test_a_seed_that_was_put_aside_goes_on_too(begin: Begin, tmp_path: Path) -> 
     eight = job.draws()
     torch.set_rng_state(seven)
     expected = job.draws()
-    after = begin(mirrored(), 99)
+    after = begin(STRATEGIES[kind](), 99)
     after.checkpoint.restore(tmp_path / "saved")
     assert after.draws() == eight
     torch.set_rng_state(seven)

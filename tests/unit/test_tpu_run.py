@@ -569,6 +569,21 @@ def test_a_seed_in_a_step_is_every_replicas_seed() -> None:
         assert torch.equal(torch.rand(3), wanted)
 
 
+def test_a_seed_that_was_put_aside_finds_its_stream_where_it_was() -> None:
+    def drawn(strategy: ts.Strategy) -> list[float]:
+        return [float(one) for one in strategy.local_results(strategy.run(lambda: torch.rand(())))]
+
+    with fake_tpu(2) as strategy:
+        torch.manual_seed(7)
+        first, second = drawn(strategy), drawn(strategy)
+        torch.manual_seed(7)
+        assert drawn(strategy) == first
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(8)
+            drawn(strategy)
+        assert drawn(strategy) == second
+
+
 def test_with_a_global_view_a_generator_and_a_seed_are_those_of_one_device() -> None:
     def step() -> list[torch.Tensor]:
         torch.manual_seed(3)

@@ -101,7 +101,7 @@ class ReplicaStreams:
         if self._latest != (seed, epoch):
             known_epoch, states = self._seeds.pop(seed, (epoch, {}))
             self._states, self._latest = states if known_epoch == epoch else {}, (seed, epoch)
-            _remember(self._seeds, seed, (epoch, self._states))
+            remember(self._seeds, seed, (epoch, self._states))
         for replica in replicas:
             if replica not in self._states:
                 self._states[replica] = self._fresh(seed, replica)
@@ -239,7 +239,7 @@ class Seedings:
         known = self._known.pop(seed, None)
         if known is None or self._is_seeded(seed, state, known[1]):
             known = next(self._epochs), state
-        _remember(self._known, seed, known)
+        remember(self._known, seed, known)
         return known[0]
 
     def _is_seeded(self, seed: int, state: torch.Tensor, first: torch.Tensor) -> bool:
@@ -295,7 +295,8 @@ class Seedings:
         self._left = None
 
 
-def _remember(seeds: OrderedDict[int, _Value], seed: int, value: _Value) -> None:
+def remember(seeds: OrderedDict[int, _Value], seed: int, value: _Value) -> None:
+    """As the latest; of too many the oldest goes."""
     seeds[seed] = value
     if len(seeds) > _KEPT_SEEDS:
         seeds.popitem(last=False)

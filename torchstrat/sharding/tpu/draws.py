@@ -7,6 +7,7 @@ the step makes for itself, and a seed that the step sets.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeGuard
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from torchstrat.core import nest
 from torchstrat.core.errors import UnsupportedError
-from torchstrat.core.randomness import seedings, state_of, stream_seed
+from torchstrat.core.randomness import remember, seedings, state_of, stream_seed
 from torchstrat.sharding.tpu.edits import Edits
 from torchstrat.sharding.tpu.lanes import Arguments, Options
 from torchstrat.sharding.tpu.limits import current_place
@@ -26,11 +27,13 @@ from torchstrat.sharding.tpu.spmd import SpmdRuntime
 
 class RandomStream:
     """One stream for all lanes, which draw different numbers from it; goes on from run to run, and starts anew when the
-    default generator has been seeded, with whatever seed."""
+    default generator has been seeded, with whatever seed. A seed that only
+    ``torch.random.fork_rng`` has put aside finds its stream where it was."""
 
     def __init__(self, runtime: SpmdRuntime) -> None:
         self._runtime = runtime
-        self._states: dict[int, tuple[int, object]] = {}
+        self._states: OrderedDict[int, tuple[int, object, bool]] = OrderedDict()
+        """By seed: its epoch, where the stream is, and whether it is one for all replicas."""
         self._outside: object = None
         self._seed = self._seed_within = 0
         self._epoch = 0
@@ -42,8 +45,9 @@ class RandomStream:
         self._seed = torch.initial_seed()
         self._epoch = seedings.epoch_of(self._seed, state_of())
         self._outside = self._runtime.random_state()
-        known_epoch, state = self._states.get(self._seed, (None, None))
+        known_epoch, state, is_shared = self._states.pop(self._seed, (None, None, False))
         if known_epoch == self._epoch:
+            self._is_shared = is_shared
             self._runtime.restore_random_state(state)
         else:
             self._is_shared = False
@@ -67,7 +71,7 @@ class RandomStream:
 
     def end(self) -> None:
         self.seeded_in_step()  # after the last draw, perhaps
-        self._states = {self._seed: (self._epoch, self._runtime.random_state())}
+        remember(self._states, self._seed, (self._epoch, self._runtime.random_state(), self._is_shared))
         self._runtime.restore_random_state(self._outside)
         if self._is_seeded_within and self._host is not None:
             torch.default_generator.set_state(self._host)
@@ -76,19 +80,21 @@ class RandomStream:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, object]]:
-        """Where the stream is, between runs: ``{"lanes": {"now": state}}``; empty before the first run of a seed."""
+        """Where the streams are, between runs: ``{"lanes": {"now": state, "seed_7": state}}``; empty before the first
+        run of a seed."""
+        found: dict[str, object] = {}
         for label, seed in seedings.labels():
-            epoch, state = self._states.get(seed, (None, None))
+            epoch, state, _ = self._states.get(seed, (None, None, False))
             if epoch == seedings.epoch_of_known(seed):
-                return {"lanes": {label: state}}
-        return {}
+                found[label] = state
+        return {"lanes": found} if found else {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Go on from there. Where ``state`` is another strategy's, the stream begins with the seed in force."""
-        self._states = {}
+        self._states.clear()
         for label, kept in state.get("lanes", {}).items():
             seed = seedings.seed_of(label)
-            self._states[seed] = (seedings.epoch_of_known(seed), kept)
+            self._states[seed] = (seedings.epoch_of_known(seed), kept, False)
 
 
 _FILLS = members("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_", torch.Tensor)
