@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import math
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -607,6 +608,22 @@ NO_CLUSTER: list[tuple[str, Callable[[], object]]] = [
 def test_what_is_refused(error: type[Exception], message: str, call: Callable[[], object]) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("given", [{"CPU_NUM_DEVICES": "2"}, {"PJRT_DEVICE": "TPU"}])
+def test_virtual_devices_that_do_not_fit_the_environment_leave_it_as_it_is(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgumentError, match=r"virtual_devices=4 needs .* unset it"):
+        ts.tpu.initialize_tpu_system(virtual_devices=4)
+    assert {name: os.environ.get(name) for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES")} == {
+        "PJRT_DEVICE": given.get("PJRT_DEVICE"),
+        "CPU_NUM_DEVICES": given.get("CPU_NUM_DEVICES"),
+    }
 
 
 def test_where_there_is_no_ring_there_are_other_orders() -> None:

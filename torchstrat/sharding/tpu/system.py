@@ -313,14 +313,15 @@ def _ask_for_virtual_devices(count: int, shape: tuple[int, ...] | None) -> None:
         raise InvalidArgumentError(
             f"mesh_shape={list(shape)} has {math.prod(shape)} places for virtual_devices={count}; these must agree."
         )
-    for name, wanted in ((PLATFORM, "CPU"), (VIRTUAL_DEVICES, str(count))):
+    needed = {PLATFORM: "CPU", VIRTUAL_DEVICES: str(count)}
+    for name, wanted in needed.items():
         given = os.environ.get(name)
         if given not in (None, wanted):
             raise InvalidArgumentError(
                 f"virtual_devices={count} needs {name}={wanted}, and the environment says {name}={given}; unset it, or "
                 "leave virtual_devices out."
             )
-        os.environ[name] = wanted
+    os.environ.update(needed)
 
 
 def _require_devices() -> None:
