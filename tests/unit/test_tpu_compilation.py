@@ -94,6 +94,16 @@ def test_what_is_said_about_inputs() -> None:
         assert reason == "a is absent now, it was float32[2, 3]; b is float32[2, 3] now, it was absent"
 
 
+def test_numbers_are_inputs_of_one_program() -> None:
+    with fake_tpu(2, max_different_graphs=1) as strategy:
+        scaled = lambda x, n, rate: x * n * rate  # noqa: E731
+        for number in (0, 1, 7):
+            result = strategy.run(scaled, args=(own(1.0, 2.0), number, number / 2))
+        assert [float(one) for one in result.values] == [24.5, 49.0]
+        with pytest.raises(InvalidArgumentError, match=r"args\[1\] is True now, it was int"):
+            strategy.run(scaled, args=(own(1.0, 2.0), True, 0.5))
+
+
 def test_a_run_too_many_changes_nothing() -> None:
     called: list[int] = []
     with fake_tpu(2, max_different_graphs=3) as strategy:

@@ -19,7 +19,7 @@ import torchstrat as ts
 from tests.support.tpu import fake_tpu, here, mirrored, own, rows_of, seen
 from torchstrat import RunOptions
 from torchstrat.errors import ContextError, OutOfRangeError
-from torchstrat.testing.fake_tpu import runtime_of
+from torchstrat.testing.fake_tpu import batch_of_replicas, runtime_of
 
 Pair = namedtuple("Pair", ["left", "right"])
 X, ROWS, WIDE = own(1.0, 2.0), own([1.0, 2.0], [3.0, 4.0]), own(*torch.arange(24.0).reshape(2, 3, 4))
@@ -86,6 +86,8 @@ _returns("arrays", each([1, 1], [0, 0]), lambda x: x, ts.PerReplica([np.ones(2),
 _returns("equal texts", "a", lambda x: x, ts.PerReplica(["a", "a"]))
 _returns("equal Python numbers", 3, lambda x: x, ts.PerReplica([3, 3]))
 _returns("None twice", None, lambda x: x, ts.PerReplica([None, None]))
+_returns("numbers of two kinds", each(2.0, 1.5), lambda x: torch.ones(()) + x, ts.PerReplica([1, 0.5]))
+_returns("arrays of two kinds", each([2.0], [1.5]), lambda x: x + 1, ts.PerReplica([np.array([1]), np.array([0.5])]))
 _returns("a mirrored value", each([2, 3], [2, 3]), lambda x: x + 1, ts.Mirrored([torch.tensor([1.0, 2.0])] * 2))
 _returns("a replica's number", each(0, 1), lambda: torch.as_tensor(here().replica_id_in_sync_group))
 _returns("a row by number", each(5, 6), lambda x: x[here().replica_id_in_sync_group], torch.tensor([5.0, 6.0]))
@@ -323,6 +325,11 @@ def test_datasets_and_values_from_functions(strategy: ts.TPUStrategy) -> None:
     assert [[y for _, y in batch] for batch in found] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     values = strategy.distribute_values_from_function(lambda context: torch.tensor(context.replica_id_in_sync_group))
     assert seen(strategy.run(lambda x: x + 1, args=(values,))) == [1, 2]
+
+
+def test_no_rows_of_many_dimensions(strategy: ts.TPUStrategy) -> None:
+    batch = batch_of_replicas([torch.ones(2, 1, 2, 2, 2), torch.ones(0, 1, 2, 2, 2)], run_empty=True)
+    assert [len(one) for one in strategy.local_results(strategy.run(lambda x: x + 1, args=(batch,)))] == [2, 0]
 
 
 def test_dicts_and_arrays(strategy: ts.TPUStrategy) -> None:

@@ -143,18 +143,20 @@ class CompilationLog:
 
 
 def describe_inputs(args: Iterable[object], kwargs: Mapping[str, object]) -> Shapes:
-    """Name → dtype and shape of every tensor in a replica's arguments; of anything else its value."""
+    """Name → dtype and shape of every tensor in a replica's arguments; of a number its type, since a program has it as
+    an input; of anything else its value."""
     named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
     found: list[tuple[str, str]] = []
     for name, value in named:
         for path, leaf in _paths(name, value):
-            text = (
-                f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-                if isinstance(leaf, torch.Tensor)
-                else f"{leaf!r:.60}"
-            )
-            found.append((path, text))
+            found.append((path, _described(leaf)))
     return tuple(found)
+
+
+def _described(leaf: object) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return type(leaf).__name__ if type(leaf) in (int, float, complex) else f"{leaf!r:.60}"
 
 
 def _paths(name: str, value: object) -> list[tuple[str, object]]:

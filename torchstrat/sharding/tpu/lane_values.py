@@ -7,6 +7,7 @@ each pass see.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -150,7 +151,7 @@ class Feeder:
         """Equal parts, one for each lane, as one tensor ``[lanes, …]`` that is cut over the replicas."""
         shape = parts[0].shape
         if len(shape) >= MAXIMAL_RANK:  # of what can be cut
-            flat = self.stack([part.reshape(shape[0], -1) for part in parts])
+            flat = self.stack([part.flatten(1) for part in parts])
             return flat.reshape(len(parts), *shape)
         whole = torch.Size((len(parts), *shape))
         sharding = self._cut_of(whole, parts[0].dtype) or self.replicated(len(shape)).stacked()
@@ -337,6 +338,9 @@ class Inputs:
                 )
         own = dict(zip(replicas, parts, strict=True))
         tensors = [_to_tensor(own.get(lane, parts[0])) for lane in range(self._lanes)]
+        if not isinstance(parts[0], torch.Tensor):  # numbers and arrays of several kinds, which one tensor is to have
+            kind = functools.reduce(torch.promote_types, [one.dtype for one in tensors])
+            tensors = [one.to(kind) for one in tensors]
         return Stacked(self._feeder.stack(tensors))
 
 
