@@ -9,6 +9,7 @@ import resource
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -350,6 +351,31 @@ def _hooked_at_its_accumulator(s: Any, m: Any, o: Any) -> None:
     _made_and_run(s, hooked)
 
 
+def _hooked_for_one_run(s: Any, m: Any, o: Any) -> None:
+    """A run that is refused leaves what is known of gradients: without the hook it goes on."""
+    s.run(lambda: _backward(m))
+    hook = m[3].weight.register_hook(lambda gradient: gradient)
+    with contextlib.suppress(ts.errors.UnsupportedError):
+        s.run(lambda: _backward(m))
+        raise AssertionError("was not refused")
+    hook.remove()
+    o.zero_grad()
+    _steps(s, m, o)
+
+
+def _interrupted_where_a_run_begins(s: Any, m: Any, o: Any) -> None:
+    """Some variables stand for their pieces by then, and others do not."""
+    _steps(s, m, o)
+    m[3].weight.requires_grad_(False)
+    with contextlib.suppress(KeyboardInterrupt):
+        with mock.patch.object(torch.Tensor, "requires_grad_", side_effect=KeyboardInterrupt):  # of its piece
+            _steps(s, m, o)
+        raise AssertionError("was not interrupted")
+    shapes = [tuple(one.weight.shape) for one in (m[1], m[3])]
+    assert shapes == [(16, 6), (12, 16)], shapes
+    _steps(s, m, o)
+
+
 def _scripted(s: Any, m: Any, o: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".torch\.jit\.")  # newer PyTorch says so of all of it
@@ -362,6 +388,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
         r"UnsupportedError: Linear.weight \(16, 6\) is cut over logical devices and has a hook of its own",
         lambda s, m, o: m[1].weight.register_hook(lambda gradient: gradient * 2) and s.run(lambda: _backward(m)),
     ),
+    "hooked for one run": ("nothing", _hooked_for_one_run),
+    "interrupted where a run begins": ("nothing", _interrupted_where_a_run_begins),
     "hooked where its gradient is accumulated": (
         r"UnsupportedError: Linear.weight \(4, 6\) is to be cut .* has its AccumulateGrad node kept",
         _hooked_at_its_accumulator,

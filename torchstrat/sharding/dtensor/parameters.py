@@ -403,30 +403,32 @@ class CutVariables:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """In this block variables stand for their pieces."""
-        inside: list[tuple[torch.Tensor, CutVariable]] = []
+        found: list[tuple[torch.Tensor, CutVariable]] = []
         with DisableTorchFunction():
             for entry in list(self._cut.values()):
                 tensor = entry.reference()
                 if tensor is not None:
                     self._require_unchanged(tensor, entry)
                     self._follow_gradient(tensor, entry)
-                    inside.append((tensor, entry))
+                    found.append((tensor, entry))
         try:
             self._is_inside = True
-            for tensor, entry in inside:
+            for tensor, entry in found:
                 tensor.__class__ = class_of_pieces(entry.kind)
                 if entry.other.requires_grad != tensor.requires_grad:
                     entry.other.requires_grad_(tensor.requires_grad)
                 swap_tensor_impl(tensor, entry.other)
+                entry.gradient = None  # a step may forget it, and make another
             yield
         finally:
             self._is_inside = False
-            for tensor, entry in inside:
-                swap_tensor_impl(tensor, entry.other)
-                if entry.other.requires_grad != tensor.requires_grad:
-                    tensor.requires_grad_(entry.other.requires_grad)
-                entry.version = version_of(tensor)
-                self._show_gradient(tensor, entry)
+            for tensor, entry in found:
+                if entry.other.is_meta:  # else interrupted before its turn
+                    swap_tensor_impl(tensor, entry.other)
+                    if entry.other.requires_grad != tensor.requires_grad:
+                        tensor.requires_grad_(entry.other.requires_grad)
+                    entry.version = version_of(tensor)
+                    self._show_gradient(tensor, entry)
                 without_values(tensor, entry.note)
 
     def _show_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
@@ -442,7 +444,6 @@ class CutVariables:
     def _follow_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
         """What has been done to the gradient of the empty whole is to be done to the piece's, or raises."""
         was_left = entry.other.grad is entry.gradient  # else a backward pass outside of a run has made another
-        entry.gradient = None  # a step may forget it, and make another
         if tensor.grad is entry.shown and (entry.shown is None or version_of(entry.shown) == 0):
             return
         if tensor.grad is not None or not was_left:
@@ -451,7 +452,7 @@ class CutVariables:
                 "variable that is cut over logical devices has no values. Change it in strategy.run; "
                 "zero_grad() may be called outside, before backward()."
             )
-        entry.other.grad = entry.shown = None
+        entry.other.grad = entry.shown = entry.gradient = None
 
     def _require_no_hooks(self, tensor: torch.Tensor) -> None:
         """But the engine's, which knows pieces."""
