@@ -275,6 +275,17 @@ def _ties(shapes: Shapes) -> tuple[Function, Arguments]:
     return function, [shapes.normal(4, 8).round()]
 
 
+@case("amax", "amin", "max", "min", "any", "all", name="extremes of other numbers")
+def _whole_extremes(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        *(lambda x, name=name: getattr(x, name)() for name in ("amax", "amin", "max", "min", "any", "all")),
+        lambda x: (x.amax(0), x.amin(1, True)),
+    )
+    numbers = shapes.choice(torch.tensor([0, 1, 2, 255], dtype=torch.uint8), torch.tensor([False, True, True, True]))
+    whole = shapes.choice(numbers, torch.tensor([-(2**63), -1, 0, 7]))
+    return function, [whole[shapes.indices(4, 4, 8)]]
+
+
 @case("logsumexp")
 def _logsumexp(shapes: Shapes) -> tuple[Function, Arguments]:
     dim, keepdim = shapes.choice(0, 1, (0, 2)), shapes.choice(True, False)
@@ -408,12 +419,20 @@ def _group_norm(shapes: Shapes) -> tuple[Function, Arguments]:
 @case("batch_norm", refuses="a cut along channels")
 def _batch_norm(shapes: Shapes) -> tuple[Function, Arguments]:
     training = shapes.choice(True, True, False)
+    return _normalized(training), [shapes.normal(4, 3, 4, 4), shapes.normal(3), shapes.normal(3)]
 
+
+@case("batch_norm", name="batch_norm of no rows", refuses="a cut along channels")
+def _batch_norm_of_none(shapes: Shapes) -> tuple[Function, Arguments]:
+    return _normalized(True), [shapes.normal(0, 3, 4, 4), shapes.normal(3), shapes.normal(3)]
+
+
+def _normalized(training: bool) -> Function:
     def normalized(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mean, var = torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)
         return F.batch_norm(x, mean, var, w, b, training), mean, var
 
-    return normalized, [shapes.normal(4, 3, 4, 4), shapes.normal(3), shapes.normal(3)]
+    return normalized
 
 
 @case("dropout")

@@ -319,9 +319,11 @@ class LogicalDevices:
         self.traffic.add("sums", 2 * total.nbytes * (group.size - 1) // group.size)
         return total
 
-    def largest(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        """The same for the elementwise maximum."""
-        return torch.stack(self._exchanged(tensor, axes, "maxima")).amax(0)
+    def largest(
+        self, tensor: torch.Tensor, axes: Sequence[int], of: Callable[..., torch.Tensor] = torch.amax
+    ) -> torch.Tensor:
+        """The same for the elementwise maximum, or minimum."""
+        return of(torch.stack(self._exchanged(tensor, axes, "maxima")), 0)
 
     def gathered(self, piece: torch.Tensor, axes: Sequence[int], dim: int) -> torch.Tensor:
         """The pieces along ``axes``, one after the other in dimension ``dim``."""

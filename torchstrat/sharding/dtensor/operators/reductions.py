@@ -78,9 +78,8 @@ def extreme(call: Call, input: torch.Tensor, dim: Dims = (), keepdim: bool = Fal
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
         return call.leave(call.function(local, dims, keepdim), cut)
-    sign = 1 if call.name == "amax" else -1
     with torch.no_grad():
-        highest = call.largest((local * sign).amax(dims, keepdim=True), axes) * sign
+        highest = call.devices.largest(call.function(local, dims, keepdim=True), axes, call.function)
         ties = local == highest
         count = call.devices.summed(ties.sum(dims, keepdim=True), axes)
     if not local.requires_grad:
@@ -140,7 +139,8 @@ def counts(call: Call, input: torch.Tensor, dim: Dims = None, keepdim: bool = Fa
         number = call.devices.summed(number, axes)
     if call.name == "count_nonzero":
         return call.leave(number, cut)
-    return call.leave(number == 0 if call.name == "all" else number > 0, cut)
+    found = number == 0 if call.name == "all" else number > 0
+    return call.leave(found.to(torch.uint8) if local.dtype == torch.uint8 else found, cut)
 
 
 @rule(torch.linalg.vector_norm)
@@ -325,9 +325,10 @@ def batch_norm(
         raise call.refused("has statistics that are cut, or that require a gradient")
     local, varying = call.open(input), cut_axes(cut)
     weights = [one if one is None else call.enter(one, call.devices.axes.whole, varying) for one in (weight, bias)]
-    if not training:
+    if not training or not local.numel():  # of no rows there are no statistics
         return call.leave(
-            functional.batch_norm(local, running_mean, running_var, weights[0], weights[1], False, momentum, eps), cut
+            functional.batch_norm(local, running_mean, running_var, weights[0], weights[1], training, momentum, eps),
+            cut,
         )
     dims, shape = (0, *range(2, local.ndim)), (1, -1, *[1] * (local.ndim - 2))
     size, kind, local = shape_of(input).numel() // shape_of(input)[1], local.dtype, widen(local)
