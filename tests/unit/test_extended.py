@@ -14,7 +14,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.support.replicas import cpus, replica
-from torchstrat.errors import ContextError
+from torchstrat.errors import ContextError, InvalidArgumentError
 
 ONE_TWO = torch.tensor([1.0, 2.0])
 MADE: dict[str, Callable[[], ts.Strategy]] = {
@@ -205,3 +205,38 @@ def test_reduce_to_refuses(strategy: ts.Strategy, kind: str) -> None:
     if kind != "one_device":
         with pytest.raises(ValueError, match="at least one"):
             strategy.extended.batch_reduce_to("sum", [])
+
+
+# -- buffers ------------------------------------------------------------------------------------------------------
+
+
+class Noting(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=dtype))
+
+    def forward(self) -> None:
+        self.seen.copy_(torch.tensor(2.0) * (1 + replica()))
+
+
+@pytest.mark.parametrize("make", [MADE["mirrored"], MADE["central"], lambda: ts.testing.fake_tpu_strategy(2, 1)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mean_that_is_asked_for_is_one_in_whichever_mode(make: Callable[[], ts.Strategy], training: bool) -> None:
+    strategy = make()
+    with strategy.scope():
+        module = Noting().train(training)
+    strategy.extended.set_aggregation(module, "seen", "mean")
+    strategy.run(module)
+    strategy.close()
+    assert float(module.seen) == 3
+
+
+def test_there_is_no_mean_of_whole_numbers(strategy: ts.Strategy) -> None:
+    module = Noting(torch.int64)
+    with pytest.raises(InvalidArgumentError, match=r"buffer of torch.int64.*'only_first_replica'"):
+        strategy.extended.set_aggregation(module, "seen", "mean")
+    if strategy.num_replicas_in_sync > 1:
+        with pytest.warns(UserWarning, match=r"is the first replica's .*, and 'only_first_replica' says that this"):
+            strategy.run(module)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from torchstrat.core._torch_private import own_buffers, version_of
+from torchstrat.core._torch_private import own_buffer, own_buffers, version_of
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import VariableAggregation
 
@@ -53,7 +53,14 @@ class BufferRules:
                 f"{type(module).__name__} has no buffer {name!r} of its own; it has {sorted(own_buffers(module))}. For "
                 "a child's buffer pass the child."
             )
-        self._set.setdefault(module, {})[name] = parse_aggregation(aggregation)
+        parsed, buffer = parse_aggregation(aggregation), own_buffer(module, name)
+        if parsed is VariableAggregation.MEAN and buffer is not None and not _has_mean(buffer):
+            raise InvalidArgumentError(
+                f"set_aggregation({type(module).__name__}, {name!r}, 'mean') for a buffer of {buffer.dtype}: a mean of "
+                "integers is none. Say 'sum' for what counts or adds up, or 'only_first_replica'; or register a "
+                "floating buffer."
+            )
+        self._set.setdefault(module, {})[name] = parsed
         BufferRules.changes += 1
 
     def get(self, module: nn.Module, name: str) -> VariableAggregation | None:
@@ -82,11 +89,12 @@ class BufferRules:
             return only_first
         if aggregation in (VariableAggregation.SUM, only_first):
             return aggregation
-        if not training and not is_statistic(module, name):  # the step may have set the mode for itself
-            self.warn(module, name, "differs between replicas, and is the first replica's (its module does not train)")
-            return only_first
-        if not (first.is_floating_point() or first.is_complex()):
+        if not _has_mean(first):
             self.warn(module, name, "differs between replicas, and is the first replica's")
+            return only_first
+        # Of statistics the step may have set the mode for itself.
+        if not training and aggregation is None and not is_statistic(module, name):
+            self.warn(module, name, "differs between replicas, and is the first replica's (its module does not train)")
             return only_first
         self.warn(module, name, "differs between replicas, and is their mean")
         return VariableAggregation.MEAN
@@ -112,9 +120,18 @@ class BufferRules:
         warnings.warn(
             f"buffer {name!r} of {type(module).__name__} {what} after the run. If it counts or adds up, call "
             f"strategy.extended.set_aggregation(module, {name!r}, 'sum'); 'none' lets every replica keep its own, and "
-            "'mean' or 'only_first_replica' says that this is meant.",
+            f"{_meant(own_buffer(module, name))} says that this is meant.",
             stacklevel=6,
         )
+
+
+def _has_mean(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _meant(buffer: torch.Tensor | None) -> str:
+    """What says that the rule is right."""
+    return "'only_first_replica'" if buffer is not None and not _has_mean(buffer) else "'mean' or 'only_first_replica'"
 
 
 def parse_aggregation(value: object) -> VariableAggregation:

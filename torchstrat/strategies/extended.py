@@ -380,8 +380,9 @@ class StrategyExtended:
     def set_aggregation(self, module: nn.Module, name: str, aggregation: VariableAggregation | str) -> None:
         """Say what becomes of buffer ``name`` of ``module`` where a step changes it on several replicas.
 
-        ``aggregation``: "mean" of the replicas' values (what floating buffers get unless told otherwise, as running
-        statistics want it); "sum" of their changes, for counts, histograms and totals; "only_first_replica"; "none":
+        ``aggregation``: "mean" of the replicas' values (what floating buffers of modules in training mode get unless
+        told otherwise, as running statistics want it; an error for integers); "sum" of their changes, for counts,
+        histograms and totals; "only_first_replica"; "none":
         each replica keeps its own from run to run, such as a recurrent state with a row for each of its rows, and
         what is saved is the first one's. Every process has to call it. Raises `ValueError` if there is no such buffer.
 
