@@ -109,6 +109,7 @@ GATHERED = [
     ([ONES, torch.ones(1, 1)], 0, ValueError, "ranks must be equal"),
     ([torch.ones(1, 2), torch.ones(1, 3)], 0, ValueError, "all dimensions but that one"),
     ([ONES, ONES.int()], 0, ValueError, "convert to one dtype"),
+    ([], 0, ValueError, "no replica took part in the run"),
     *[([ONES] * 2, axis, error, "axis") for axis, error in ((None, ValueError), (1.0, TypeError), ((0, 1), TypeError))],
 ]
 

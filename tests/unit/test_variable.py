@@ -175,6 +175,8 @@ def test_reads_like_a_tensor() -> None:
     assert (len(v), [float(one) for one in v], v.tolist()) == (3, [1, 2, 4], [1, 2, 4])
     count = ts.Variable(2)
     assert ([10, 20, 30][count], int(count), bool(count), f"{count:d}") == (30, 2, True, "2")
+    assert (2 in count, 4 in v, 3 in v, count in v) == (True, True, False, True)
+    assert complex(ts.Variable(1 + 2j)) == 1 + 2j
     assert len({v, v}) == 1
 
 
@@ -353,6 +355,13 @@ def test_on_read(in_mirrored: ts.Strategy, aggregation: ts.VariableAggregation, 
     assert (copies(in_mirrored, v), float(v)) == ([2, 3], combined)
     v.assign(8.0)
     assert float(v) == 8
+
+
+@pytest.mark.parametrize("whole", [5, -5, 0, 1])
+def test_whole_numbers_that_do_not_divide_are_shared_out(in_mirrored: ts.Strategy, whole: int) -> None:
+    v = variable(in_mirrored, 0, aggregation=SUM, synchronization=ON_READ)
+    v.assign(whole)
+    assert int(v) == whole
 
 
 def test_on_read_that_has_no_single_value(in_mirrored: ts.Strategy) -> None:

@@ -146,13 +146,17 @@ def as_tensor(value: object, call: str) -> torch.Tensor:
     raise WrongTypeError(f"{call} needs numeric tensors; got a component that is {kind}: {value!r:.80}.")
 
 
-def _check_alike(tensors: Sequence[torch.Tensor], call: str, *, shapes: bool) -> None:
-    """All components of one dtype and layout and, if asked, of one shape."""
-    if not tensors:
+def _require_any(components: Sequence[object], call: str) -> None:
+    if not components:
         raise InvalidArgumentError(
             f"{call} got a value without components: no replica took part in the run that it comes from, because none "
             "had rows. Skip batches without rows."
         )
+
+
+def _check_alike(tensors: Sequence[torch.Tensor], call: str, *, shapes: bool) -> None:
+    """All components of one dtype and layout and, if asked, of one shape."""
+    _require_any(tensors, call)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:
@@ -282,6 +286,7 @@ def parse_gather_axis(axis: Any) -> int:
 
 def gather_components(components: Sequence[Any], axis: int, call: str = "gather") -> Any:
     """The components joined along ``axis``, in replica order, on the first one's device. Arrays of strings stay so."""
+    _require_any(components, call)
     if all(isinstance(one, np.ndarray) and one.dtype == object for one in components):
         shapes = [one.shape for one in components]
         dim = check_gather_shapes(shapes, axis, call)

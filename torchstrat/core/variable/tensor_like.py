@@ -173,8 +173,14 @@ class TensorLike(TensorOperators, abc.ABC):
     def __index__(self) -> int:
         return self._lend().__index__()
 
+    def __complex__(self) -> complex:
+        return complex(self._lend())
+
     def __bool__(self) -> bool:
         return bool(self._lend())
+
+    def __contains__(self, value: object) -> bool:
+        return open_tensor(value) in self._lend()
 
     def __len__(self) -> int:
         return len(self._lend())

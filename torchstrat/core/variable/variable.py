@@ -380,8 +380,12 @@ class Variable(TensorLike, context.OfStrategy):
             )
         if isinstance(value, PerReplica):
             return value
-        share = to_tensor(value, self.dtype, edit.value) / self._strategy.num_replicas_in_sync
-        return share.to(self.dtype)
+        whole, count = to_tensor(value, self.dtype, edit.value), self._strategy.num_replicas_in_sync
+        if whole.is_floating_point() or whole.is_complex():
+            return whole / count
+        # Whole numbers seldom divide: the first replicas have one more.
+        share, rest = whole // count, whole % count
+        return PerReplica([share + (rest > one).to(self.dtype) for one in self._replicas], replica_ids=self._replicas)
 
     def _in_replica(self, edit: Edit, value: object, replica: int) -> Variable:
         if self._components and (self._is_on_read or self.aggregation is VariableAggregation.NONE):
