@@ -154,6 +154,8 @@ def test_per_replica_values_are_inert_and_mirrored_ones_act_as_their_first(strat
     assert (mirrored + 1).tolist() == (1 + mirrored).tolist() == [2, 3]
     assert torch.add(mirrored, mirrored).tolist() == [2, 4]  # type: ignore[call-overload]
     assert (mirrored.shape, len(mirrored), float(mirrored[1])) == ((2,), 2, 2.0)
+    number = ts.Mirrored([3, 3])
+    assert (number * 0.5, 0.5 - number, number**-1, -number, number < 3.5) == (1.5, -2.5, 1 / 3, -3, True)
 
 
 def test_reduce_maps_over_nests(strategy: ts.Strategy) -> None:

@@ -333,3 +333,10 @@ def test_functorchs_words_and_ours(error: Exception, meaning: str) -> None:
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     assert limits.explained(error) is error
+
+
+def test_options_are_replaced_as_those_of_named_tuples_are() -> None:
+    options = ts.RunOptions(global_view=True)
+    replaced = options._replace(experimental_enable_dynamic_batch_size=False)
+    assert replaced == ts.RunOptions(enable_dynamic_batch_size=False, global_view=True)
+    assert options._replace(global_view=False) == ts.RunOptions()

@@ -372,7 +372,7 @@ class RunOptions(_Fields):
             bare, and there are no collectives. A sum loss is the sum over all rows whatever `gradient_reduce_op` says.
     """
 
-    global_view: bool  # beside the tuple, which is TensorFlow's
+    global_view: bool = False  # beside the tuple, which is TensorFlow's
 
     def __new__(
         cls,
@@ -395,6 +395,13 @@ class RunOptions(_Fields):
         options = super().__new__(cls, True if dynamic is None else bool(dynamic), bool(buckets), xla)
         options.global_view = bool(global_view)
         return options
+
+    def _replace(self, **changed: Any) -> RunOptions:
+        """As of named tuples; ``global_view`` stays what it is, or is changed as well."""
+        global_view = changed.pop("global_view", self.global_view)
+        made = super()._replace(**changed)
+        made.global_view = global_view
+        return made
 
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self, other) and self.global_view == getattr(other, "global_view", False)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -221,19 +222,23 @@ def _first(value: object) -> Any:
     return value.values[0] if isinstance(value, Mirrored) else value
 
 
-def _delegate(name: str) -> object:
-    def operator(self: Mirrored[Any], *others: object) -> Any:
-        return getattr(self.values[0], name)(*(_first(other) for other in others))
+def _delegate(name: str, *, reflected: bool = False) -> None:
+    """By Python's operator, which asks both operands: of a number and another kind of number the one that knows."""
+    compute: Callable[..., Any] = getattr(operator, f"__{name}__")
 
-    operator.__name__ = name
-    return operator
+    def delegated(self: Mirrored[Any], *others: object) -> Any:
+        own = (self.values[0], *map(_first, others))
+        return compute(*(reversed(own) if reflected else own))
+
+    delegated.__name__ = f"__r{name}__" if reflected else f"__{name}__"
+    setattr(Mirrored, delegated.__name__, delegated)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
-    setattr(Mirrored, f"__r{_name}__", _delegate(f"__r{_name}__"))
+    _delegate(_name)
+    _delegate(_name, reflected=True)
 for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge"):
-    setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
+    _delegate(_name)
 
 
 _OPENED = (PerReplica, Mirrored)
