@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from torchstrat.errors import UnsupportedError
 
 
 def optimizer_state_bytes(optimizer):
@@ -64,6 +65,35 @@ def test_copies_are_counted_where_they_live(make, on_devices, on_host):
     assert on_devices is None or found.per_device_bytes == {at: 4_000_000 * count for at, count in on_devices.items()}
     assert found.host_bytes == 4_000_000 * on_host
     assert on_devices is not None or "host: 19.1 MiB" in str(found)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Its step is that of another one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_estimate_of_one_that_wraps_another_steps_neither():
+    model = nn.Linear(4, 3)
+    model(torch.ones(1, 4)).sum().backward()
+    before, inner = (
+        [parameter.detach().clone() for parameter in model.parameters()],
+        torch.optim.Adam(model.parameters()),
+    )
+    found = optimizer_state_bytes(Wrapping(Wrapping(inner)))
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not inner.state
+    assert found == optimizer_state_bytes(inner) > 0
+
+
+def test_what_cannot_be_stepped_alone_is_named():
+    with pytest.raises(UnsupportedError, match=r"LBFGS keeps .* missing 1 required.*closure"):
+        optimizer_state_bytes(torch.optim.LBFGS(nn.Linear(2, 1).parameters()))
 
 
 def test_an_estimate_steps_nothing_of_the_users():

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.core.devices import torch_device
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.core.optimizers import bare_step, stand_in_of
+from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.core.optimizers import bare_step, stand_in_of, wrapped_by
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,31 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
 
 
 def state_bytes_for(optimizer: Optimizer, group: dict[str, object], like: torch.Tensor) -> int:
-    """Of a parameter like ``like``, which may be a part of one, in ``group`` of ``optimizer``."""
+    """Of a parameter like ``like``, which may be a part of one, in ``group`` of ``optimizer``. Of one that wraps others
+    what these make: its step would step them, and with them the program's own parameters.
+
+    Raises `UnsupportedError` where a step alone does not work, as of LBFGS, which needs a closure.
+    """
+    if inner := [one for one in wrapped_by(optimizer) if not any(wrapped_by(one))]:
+        found = [(one, own) for one in inner for own in _groups_like(one, group)[:1]]
+        return sum(state_bytes_for(one, own, like) for one, own in found)
     try:
         return sum(one.nbytes for one in _trial(optimizer, group, torch.empty_like(like, device="meta")))
     except Exception:  # any class of the user's own; what a step on meta tensors can raise is not known
+        pass
+    try:
         return _scaled_bytes(optimizer, group, like)
+    except Exception as error:
+        raise UnsupportedError(
+            f"an estimate of what {type(optimizer).__name__} keeps needs a step of it on a parameter of its own, which "
+            f"raises {type(error).__name__}: {error}. Leave the optimizer out of the estimate, and add what it keeps."
+        ) from error
+
+
+def _groups_like(optimizer: Optimizer, group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of its groups that have parameters of ``group``."""
+    wanted = {id(one) for one in group["params"]}
+    return [own for own in optimizer.param_groups if any(id(one) in wanted for one in own["params"])]
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
