@@ -151,9 +151,9 @@ set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
 """`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
 
 is_inside_transform: Callable[[], object] = look_up("_C._functorch.peek_interpreter_stack")
+"""Something, or None: whether this thread is in a transform of ``torch.func`` (vmap, grad, jvp …)."""
 is_of_transform: Callable[[torch.Tensor], bool] = look_up("_C._functorch.is_functorch_wrapped_tensor")
 """Whether a tensor stands for what a mapping or a gradient of ``torch.func`` has behind it."""
-"""Something, or None: whether this thread is in a transform of ``torch.func`` (vmap, grad, jvp …)."""
 
 is_any_autocast_enabled: Callable[[], bool] = look_up("_C._is_any_autocast_enabled")
 
@@ -381,8 +381,6 @@ def _make_no_frames_of_these() -> None:
 _make_no_frames_of_these()
 
 
-# Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
-# the rest of entering and leaving an empty run.
 def _present(module: str, name: str) -> tuple[ModuleType, str]:
     look_up(f"{module}.{name}")
     return look_up(module), name

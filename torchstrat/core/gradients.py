@@ -262,7 +262,7 @@ def check_weight(weight: Any) -> float:
 
 
 def shares(op: ReduceOp, weights: Sequence[float]) -> list[float]:
-    """The factor of each replica's gradient in the combined one. With no weight at all every factor is 0."""
+    """The factor of each replica's gradient in the combined one. Where all are of weight 0 they count alike."""
     if op is ReduceOp.SUM:
         return [1.0] * len(weights)
     if weights.count(weights[0]) == len(weights):

@@ -158,8 +158,6 @@ def give_back_pages() -> None:
         _keeping_libc.malloc_trim(0)
 
 
-_logger = logging.getLogger("torchstrat.memory")
-
 _VARIABLE = "THP_MEM_ALLOC_ENABLE"  # PyTorch's, which looks at it once, when it first makes a tensor
 _LARGE_BYTES = 4 << 20  # is 2 MiB or more
 _SETTLING_RUNS = 3
@@ -181,7 +179,7 @@ class StepPages:
             return
         reason = _why_no_huge_pages()
         if reason is not None:
-            _logger.info("steps do not take huge pages: %s.", reason)
+            logger.info("steps do not take huge pages: %s.", reason)
         elif wants_kept:
             keep_pages()
 

@@ -142,10 +142,10 @@ class VariableRegistry:
         self.changes = 0
         """Counts what was added, so that a run can tell at no cost that nothing was."""
         self.may_create = False
-        self.new_code: Sequence[types.CodeType] = ()
-        """Of the step that has been adopted, where it is a new one."""
         """Whether the step that `adopt` saw last may well make helpers: it starts from other objects than before, so
         this may be its first run."""
+        self.new_code: Sequence[types.CodeType] = ()
+        """Of the step that has been adopted, where it is a new one."""
 
     # -- while a scope is open, or a run goes on ----------------------------------------------------------------------
 

@@ -307,7 +307,6 @@ class SpmdReplicas(ReplicaEngine):
             # What the loop has done since the last run is no part of the step's program. Otherwise nothing is done:
             # it would wait for the program that still runs, and recording goes on beside it.
             self._runtime.execute()
-        self._stream.begin()
         run = Run(
             self._strategy,
             self.registry,
@@ -319,6 +318,7 @@ class SpmdReplicas(ReplicaEngine):
             self._num_replicas,
             self._grid.num_logical_devices,
         )
+        self._stream.begin()
         try:
             with self._runtime.tracing(), optimizers_watched(run.before.stepped):
                 result = record(run)
