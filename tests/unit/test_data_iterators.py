@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from torch.utils.data import DataLoader
 
 import torchstrat as ts
 from tests.support.datasets import Numbers
-from tests.support.input_ranks import components, distribute, distribute_from_function, layout_in_process
+from tests.support.input_ranks import components, distribute, distribute_from_function, layout_in_process, on_ranks
+from torchstrat.data import InputLayout
 from torchstrat.errors import InvalidArgumentError, StrategyMixingError, UnsupportedError
 
 PER_REPLICA = ts.InputReplicationMode.PER_REPLICA
@@ -209,3 +211,28 @@ def test_a_pipeline_for_each_replica() -> None:
     refused = layout_in_process(1, per_replica_input="refused")
     with pytest.raises(UnsupportedError, match="with a single replica"):
         distribute_from_function(lambda context: [torch.arange(2)], refused, replication_mode=PER_REPLICA)
+
+
+def _without_some(rows: list[Any]) -> torch.Tensor | None:
+    kept = [row for row in rows if row not in (2, 3, 4, 5, 9)]
+    return torch.stack(kept) if kept else None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_that_is_none_is_one_without_rows_and_not_the_end(ranks: int) -> None:
+    loader = DataLoader(Numbers(12), batch_size=1 + (ranks == 1), collate_fn=_without_some)
+
+    def read(layout: InputLayout) -> list[Any]:
+        def shard(context: ts.InputContext) -> Any:
+            return itertools.islice(loader, context.input_pipeline_id, None, ranks)
+
+        steps = list(distribute_from_function(shard, layout))
+        return [None if batch is None else (components(batch), batch.batch_info.rows) for batch in steps]
+
+    if ranks == 1:
+        assert read(layout_in_process(2)) == [([[0, 1], []], (2, 0)), ([[], [6, 7]], (0, 2)), ([[8], [10, 11]], (1, 2))]
+        assert read(layout_in_process(1, always_wrap=True))[1:3] == [None, None]
+        return
+    first, second = on_ranks(ranks, read)[0]
+    assert first == [([[0]], (1, 1)), None, None, ([[6]], (1, 1)), ([[8]], (1, 0)), ([[10]], (1, 1))]
+    assert second == [([[1]], (1, 1)), None, None, ([[7]], (1, 1)), ([[]], (1, 0)), ([[11]], (1, 1))]

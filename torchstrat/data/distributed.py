@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Report(NamedTuple):
-    rows: tuple[int, ...] | None  # of the local replicas; None: this process has no data left
+    rows: tuple[int | None, ...] | None  # of the local replicas, None for one's None; None: there is no data left here
     template: nest.Nest  # an empty batch, in the first step, for processes that never see data
     failure: str | None
 
@@ -68,7 +68,7 @@ class StepAgreement:
         if step is not None and first:
             self._empty = rows.empty_like(step.components[0])
         report = _Report(
-            None if step is None else step.rows,
+            None if step is None else tuple(map(_rows_of, step.components, step.rows)),
             self._empty if first else None,
             None if failure is None else f"{type(failure).__name__}: {failure}",
         )
@@ -81,10 +81,15 @@ class StepAgreement:
         if all(other.rows is None for other in reports):
             return None
         if self._empty is None:
-            self._empty = next(other.template for other in reports if other.template is not None)
-        sizes = tuple(size for other in reports for size in other.rows or (0,) * self._local)
-        components = (self._empty,) * self._local if step is None else step.components
-        return Step(components, sizes)
+            self._empty = next((other.template for other in reports if other.template is not None), None)
+        sizes = [size for other in reports for size in other.rows or (None,) * self._local]
+        own = (None,) * self._local if step is None else step.components
+        empty = None if all(size is None for size in sizes) else self._empty
+        return Step(tuple(empty if one is None else one for one in own), tuple(size or 0 for size in sizes))
+
+
+def _rows_of(component: nest.Nest, rows: int) -> int | None:
+    return None if component is None else rows
 
 
 class PassEnd:

@@ -24,11 +24,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import marks, rows
-from torchstrat.data.streams import Step
+from torchstrat.data.streams import END, Step
 
 T = TypeVar("T")
 JOIN_SECONDS: Final = 10.0
-_END: Final = object()
 
 
 class Ahead(enum.Enum):
@@ -109,7 +108,7 @@ class Prefetcher(Generic[T]):
         except BaseException:
             self.close()
             raise
-        if found is _END:
+        if found is END:
             self.close()
             return None
         return found  # type: ignore[return-value]
@@ -117,10 +116,10 @@ class Prefetcher(Generic[T]):
     def _next(self) -> object:
         if self._ahead is Ahead.NOTHING:
             element = _pull(self._source)
-            return element if element is _END else self._place(element)
+            return element if element is END else self._place(element)
         self._submit(self._depth)
         if not self._waiting:
-            return _END
+            return END
         first = self._waiting.popleft()
         self._submit(self._depth)
         return first.result()
@@ -142,7 +141,7 @@ class Prefetcher(Generic[T]):
                 failed.set_exception(error)
                 self._waiting.append(failed)
                 return
-            if element is _END:
+            if element is END:
                 self._source = None
                 return
             self._placing = [self._background.submit(partial(self._place, element))]
@@ -158,12 +157,12 @@ class Prefetcher(Generic[T]):
 
 
 def _pull(source: Iterator[object] | None) -> object:
-    return _END if source is None else next(source, _END)
+    return END if source is None else next(source, END)
 
 
 def _pull_and_place(source: Iterator[object], place: Callable[[Any], object]) -> object:
     element = _pull(source)
-    return element if element is _END else place(element)
+    return element if element is END else place(element)
 
 
 class Placement:

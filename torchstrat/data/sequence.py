@@ -21,8 +21,8 @@ from torchstrat.core.errors import InvalidArgumentError, TorchstratError
 from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
 from torchstrat.data.position import AHEAD, Place, Resume, Stream, generators_now
+from torchstrat.data.streams import END
 
-END: Final = object()
 FIRST: Final = "first"
 """In the beginning of a pass that can only be read in sequence: what `FirstItems` has noted of it."""
 _ITEMS = 16

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import default_collate
@@ -278,13 +278,16 @@ def _below(batch: nest.Nest, path: str) -> Iterator[tuple[str, nest.Nest]]:
 
 logger = logging.getLogger("torchstrat.data")
 
+END: Final = object()
+"""In place of a batch: there is no other. A batch itself may be None."""
+
 
 @dataclass(frozen=True)
 class Step:
     """One step's input in this process."""
 
     components: tuple[nest.Nest, ...]
-    """A batch for each local replica, some perhaps of zero rows."""
+    """A batch for each local replica, some perhaps of zero rows; all None where the data has None for each."""
     rows: tuple[int, ...]
     """Rows of every replica of the group, or of the local ones where the others' are not known yet."""
     checksum: int | None = None
@@ -473,19 +476,21 @@ def _grouped(parts: Iterator[nest.Nest], local: int) -> Iterator[Step]:
 def element_steps(pipelines: Sequence[Iterator[nest.Nest]], layout: InputLayout) -> Iterator[Step]:
     """Steps of whole elements: from one pipeline a consecutive element for each local replica, or one pipeline each.
 
-    Replicas for which no element is left get empty ones. ``rows`` are those of the local replicas.
+    Replicas for which no element is left, or None (as a collate function makes of rows that it drops), get empty ones.
+    ``rows`` are those of the local replicas.
     """
     local = len(layout.local_replicas)
     sources = pipelines if len(pipelines) == local else list(pipelines) * local
     is_first = True
     while True:
-        elements = [next(source, None) for source in sources]
-        present = next((element for element in elements if element is not None), None)
-        if present is None:
+        found = [next(source, END) for source in sources]
+        if all(element is END for element in found):
             return
-        if is_first and layout.num_replicas > 1:
+        elements = [None if element is END else element for element in found]
+        present = next((element for element in elements if element is not None), None)
+        if is_first and present is not None and layout.num_replicas > 1:
             _tell_of_counts(present)
-        is_first = False
+        is_first &= present is None
         empty = rows.empty_like(present)
         yield Step(
             tuple(empty if element is None else element for element in elements),
