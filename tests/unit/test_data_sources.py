@@ -186,6 +186,17 @@ def test_an_iterator_is_read_once() -> None:
         list(dataset)
 
 
+@pytest.mark.parametrize("buffer", [1, 2])
+def test_asking_for_the_spec_of_an_iterator_takes_nothing_from_who_reads_it(buffer: int) -> None:
+    dataset = distribute((batch for batch in torch.arange(8).split(2)), per_replica_buffer_size=buffer)
+    iterator = iter(dataset)
+    with pytest.raises(InvalidArgumentError, match=r"before iter\(\), or after"):
+        _ = dataset.element_spec
+    batches = [components(next(iterator))]
+    assert dataset.element_spec.shape == (None,)
+    assert [*batches, *map(components, iterator)] == [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
+
+
 def _own_collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 

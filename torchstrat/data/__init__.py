@@ -14,7 +14,7 @@ from torchstrat.core.engine import InputLayout
 from torchstrat.data.distribute import distribute_dataset, distribute_datasets_from_function
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator
 from torchstrat.data.marks import axis, examples, same, unmarked
-from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from torchstrat.data.options import AutoShardPolicy, FileSource, InputContext, InputOptions, InputReplicationMode
 from torchstrat.data.pipeline import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -25,7 +25,6 @@ from torchstrat.data.pipeline import (
     TextLineDataset,
 )
 from torchstrat.data.rows import batch_sizes_for_worker
-from torchstrat.data.sources import FileSource
 from torchstrat.data.spec import PerReplicaSpec, TensorSpec
 from torchstrat.data.v1_iterators import InputIterator
 from torchstrat.data.workers import outlive_preemption

@@ -34,6 +34,7 @@ from torchstrat.data.loader_batches import (
     served,
     share_of,
 )
+from torchstrat.data.options import files_of_worker, reads_files
 from torchstrat.data.order import (
     Counted,
     Draws,
@@ -41,7 +42,6 @@ from torchstrat.data.order import (
     IndexOrder,
     Served,
     index_sampler,
-    len_of,
     refuse_indices_of_the_whole,
     sampler_name,
     stateful_part,
@@ -59,10 +59,10 @@ from torchstrat.data.own_draws import (
     stream_seed,
     treats_rows_alone,
 )
-from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
+from torchstrat.data.pipeline import Pipeline, View, cardinality_of, len_of
 from torchstrat.data.position import Place, Resume, Stream, generators_now
 from torchstrat.data.sequence import drawing_again, is_stateful, own_state, unmoved
-from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files, set_loader_source
+from torchstrat.data.sources import Source, make_source, set_loader_source
 from torchstrat.data.streams import Step
 from torchstrat.data.workers import draw_for_workers, generator_of_workers
 
@@ -84,7 +84,7 @@ class LoaderSource(Source):
         declared = getattr(sampler, "batch_size", None) if loader.batch_size is None else loader.batch_size
         self.declared_batch = declared if isinstance(declared, int) else None
         self._drops = bool(loader.drop_last or getattr(sampler, "drop_last", False))
-        self.cardinality = _length(loader)
+        self.cardinality = cardinality_of(loader)
         self.reads = "rows in sequence" if self._iterable else "rows by index"
         self.rereads = self._iterable
         self.has_workers = loader.num_workers > 0
@@ -439,13 +439,6 @@ def _like(loader: DataLoader[object], dataset: Any = None, **changes: Any) -> Da
         persistent_workers=loader.persistent_workers,
         **changes,
     )
-
-
-def _length(loader: DataLoader[object]) -> int:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return UNKNOWN_CARDINALITY
 
 
 def _refuse_out_of_order() -> NoReturn:

@@ -26,6 +26,7 @@ from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
 from torchstrat.data.marks import with_same_of
+from torchstrat.data.options import FileSource, PathLike
 from torchstrat.data.order import Index
 from torchstrat.data.own_draws import (
     COMMON,
@@ -40,11 +41,10 @@ from torchstrat.data.own_draws import (
     next_of,
     seeds_of_pass,
 )
-from torchstrat.data.pipeline import PathLike, Pipeline
+from torchstrat.data.pipeline import Pipeline
 from torchstrat.data.position import GENERATORS, Place, Resume, Stream, generators_now
 from torchstrat.data.rows import equal_chunks
 from torchstrat.data.sequence import (
-    END,
     Counting,
     FirstItems,
     Stateful,
@@ -56,7 +56,7 @@ from torchstrat.data.sequence import (
     skip,
     skip_extra,
 )
-from torchstrat.data.streams import MARKS, CollateReading, Step, copies, equal_chunk_steps, require_aligned
+from torchstrat.data.streams import END, MARKS, CollateReading, Step, copies, equal_chunk_steps, require_aligned
 from torchstrat.data.workers import Watch, WatchedInWorkers, draw_for_workers, generator_of_workers
 
 Collate = Callable[[list[object]], nest.Nest]
@@ -204,7 +204,7 @@ def served(shares: Iterator[Share], batches: Iterator[nest.Nest], layout: InputL
 
 
 if TYPE_CHECKING:
-    from torchstrat.data.sources import FileSource, Source
+    from torchstrat.data.sources import Source
 
 MakeLoader = Callable[..., DataLoader[object]]
 """``make(dataset, collate, generator)``: a loader with the user's settings otherwise."""

@@ -1,11 +1,16 @@
-"""What a caller may say about its input: `InputOptions` and the enumerations in it, and `InputContext`."""
+"""What a caller may say about its input: `InputOptions` and the enumerations in it, and `InputContext`; and what FILE
+asks of a data set.
+"""
 
 from __future__ import annotations
 
 import enum
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeGuard, TypeVar
 
+from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
 EnumT = TypeVar("EnumT", bound=enum.Enum)
@@ -186,3 +191,30 @@ class InputContext:
         return (
             f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
         )
+
+
+PathLike = str | os.PathLike[str]
+
+
+class FileSource(Protocol):
+    """A dataset that reads files, as the FILE policy sees it: any object with these two names; see `reads_files`."""
+
+    files: Sequence[PathLike]
+
+    def open(self, files: Sequence[PathLike]) -> Iterable[nest.Nest]:
+        """The elements in these of the files, in order."""
+
+
+def reads_files(dataset: object) -> TypeGuard[FileSource]:
+    """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated."""
+    return hasattr(dataset, "files") and callable(getattr(dataset, "open", None))
+
+
+def files_of_worker(files: Sequence[PathLike], worker: int, workers: int) -> tuple[PathLike, ...]:
+    """The files of one process. Raises, in every process, when there are not enough for all."""
+    if len(files) < workers:
+        raise InvalidArgumentError(
+            f"{len(files)} file(s) cannot be shared by {workers} processes: under the policies FILE and AUTO each "
+            "needs one at least. Use auto_shard_policy=AutoShardPolicy.DATA to share the rows, or split the files."
+        )
+    return tuple(files[worker::workers])

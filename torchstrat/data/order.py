@@ -38,6 +38,7 @@ from torchstrat.core.engine import Communicator
 from torchstrat.core.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.core.randomness import RandomGenerator, RandomStreams, generators_in, state_of
 from torchstrat.data.own_draws import CommonDraws, Seeds, generators_of_data
+from torchstrat.data.pipeline import len_of
 from torchstrat.data.position import Place, Resume, generators_now
 from torchstrat.data.sequence import Stateful, drawing_again, is_stateful, own_state
 
@@ -548,11 +549,3 @@ def _own_sampler(sampler: object) -> object:
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return sampler if type(sampler) in _OWN_SAMPLERS else None
-
-
-def len_of(dataset: Any) -> int | None:
-    """None where it does not say."""
-    try:
-        return len(dataset)
-    except TypeError:
-        return None

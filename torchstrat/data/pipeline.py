@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
+from torchstrat.data.options import PathLike
 from torchstrat.data.prefetch import Ahead, Prefetcher
 from torchstrat.data.streams import cut_stream
 
@@ -34,11 +35,23 @@ SHARD_HINT: Final = -1
 UNKNOWN_CARDINALITY: Final = -2
 INFINITE_CARDINALITY: Final = -1
 
+
+def len_of(data: Any) -> int | None:
+    """None where it does not say."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def cardinality_of(data: object) -> int:
+    """How many batches it says that it has."""
+    return UNKNOWN_CARDINALITY if (count := len_of(data)) is None else count
+
+
 AUTOTUNE: Final = -1
 """``dataset.prefetch(AUTOTUNE)``: as many elements as this package finds right."""
 _PREFETCHED_ELEMENTS: Final = 2
-
-PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -22,6 +22,7 @@ from torchstrat.core.engine import Communicator, InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.randomness import RandomStreams
 from torchstrat.data import rows, spec
+from torchstrat.data.options import FileSource, PathLike, files_of_worker, reads_files
 from torchstrat.data.own_draws import (
     Continuing,
     Seeds,
@@ -31,7 +32,14 @@ from torchstrat.data.own_draws import (
     generators_of_stream,
     stream_seed,
 )
-from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, ArrayDataset, PathLike, Pipeline, View, draw_seed
+from torchstrat.data.pipeline import (
+    UNKNOWN_CARDINALITY,
+    ArrayDataset,
+    Pipeline,
+    View,
+    cardinality_of,
+    draw_seed,
+)
 from torchstrat.data.position import Place, Resume, Stream, generators_now
 from torchstrat.data.sequence import (
     Stateful,
@@ -47,20 +55,6 @@ from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.data.workers import ReadByItself, loaders_in
 
 logger = logging.getLogger("torchstrat.data")
-
-
-class FileSource(Protocol):
-    """A dataset that reads files, as the FILE policy sees it: any object with these two names; see `reads_files`."""
-
-    files: Sequence[PathLike]
-
-    def open(self, files: Sequence[PathLike]) -> Iterable[nest.Nest]:
-        """The elements in these of the files, in order."""
-
-
-def reads_files(dataset: object) -> TypeGuard[FileSource]:
-    """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated."""
-    return hasattr(dataset, "files") and callable(getattr(dataset, "open", None))
 
 
 class Source(ABC):
@@ -327,8 +321,10 @@ class IterableSource(Source):
         self._iterable = iterable
         self._once = iter(iterable) if isinstance(iterable, Iterator) else None
         self._used = False
+        self._spec: nest.Nest = None
+        """Of what can be read once, as soon as some of it has been."""
         self.declared_batch = _whole(getattr(iterable, "batch_size", None))
-        self.cardinality = _length(iterable)
+        self.cardinality = cardinality_of(iterable)
         self._stateful: Stateful | None = iterable if is_stateful(iterable) else None
         self._passes = 0
 
@@ -385,9 +381,22 @@ class IterableSource(Source):
                 "been. For several epochs give a list, an object whose __iter__ starts over, or a DataLoader."
             )
         self._used = True
-        return map(rows.to_tensors, self._once)
+        return map(self._noted, self._once)
+
+    def _noted(self, batch: nest.Nest) -> nest.Nest:
+        tensors = rows.to_tensors(batch)
+        if self._spec is None:
+            self._spec = spec.spec_of(tensors, rows_fixed=False)
+        return tensors
 
     def element_spec(self) -> nest.Nest:
+        if self._spec is not None:
+            return self._spec
+        if self._used:  # by who reads it now, who would miss what is taken here
+            raise InvalidArgumentError(
+                f"element_spec of an iterator ({type(self._iterable).__name__}) that is being read is known from its "
+                "first batch on: ask for it before iter(), or after that."
+            )
         with spec.undisturbed_randomness():
             if self._once is None:
                 with unmoved(self._stateful):
@@ -563,16 +572,6 @@ def make_source(dataset: object) -> Source:
     )
 
 
-def files_of_worker(files: Sequence[PathLike], worker: int, workers: int) -> tuple[PathLike, ...]:
-    """The files of one process. Raises, in every process, when there are not enough for all."""
-    if len(files) < workers:
-        raise InvalidArgumentError(
-            f"{len(files)} file(s) cannot be shared by {workers} processes: under the policies FILE and AUTO each "
-            "needs one at least. Use auto_shard_policy=AutoShardPolicy.DATA to share the rows, or split the files."
-        )
-    return tuple(files[worker::workers])
-
-
 def refuse_distributed(dataset: object) -> None:
     """A dataset that is distributed already cannot be distributed again."""
     from torchstrat.data.distributed import DistributedDataset, DistributedIterator
@@ -586,10 +585,3 @@ def refuse_distributed(dataset: object) -> None:
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _length(iterable: Any) -> int:
-    try:
-        return len(iterable)
-    except TypeError:
-        return UNKNOWN_CARDINALITY
