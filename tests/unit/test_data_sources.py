@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,34 @@ def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
     assert not hasattr(rows, "open")
     assert lines.files == ("a", "b")
     assert callable(lines.open)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda files: files, None),
+        (lambda files: [file.replace("/here/", "/mounted/elsewhere/") for file in files], None),
+        (lambda files: files[::-1], r"rank\(s\) \[1\] .* file 0 is a.txt on rank 0 and d.txt on rank 1.*sorted\("),
+        (lambda files: files[:3], "file 3 is d.txt on rank 0 and missing on rank 1"),
+    ],
+)
+def test_all_ranks_share_out_one_list_of_files(tmp_path: Path, other: Any, message: str | None) -> None:
+    files = [f"{tmp_path}/here/{name}.txt" for name in "abcd"]
+    for file in [*files, *(file.replace("/here/", "/mounted/elsewhere/") for file in files)]:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(f"{Path(file).stem}\n")
+
+    def read(layout: InputLayout) -> list[str]:
+        lines = TextLineDataset(other(files) if layout.worker_index else files).batch(1)
+        return joined(part.tolist() for batch in distribute(lines, layout) for part in batch.values)
+
+    found, _ = on_ranks(2, read)
+    if message is None:
+        assert found == [["a", "c"], ["b", "d"]]
+    else:
+        for error in found:
+            with pytest.raises(InvalidArgumentError, match=message):
+                raise error
 
 
 # -- `InputOptions`, the enumerations in it, and `InputContext` --------------------------------------------------------

@@ -18,7 +18,7 @@ from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.values import misfit, require_callable
 from torchstrat.data import spec
-from torchstrat.data.distributed import DistributedDataset, Feed, Reading, steps_read_ahead
+from torchstrat.data.distributed import DistributedDataset, Feed, Reading, require_same_files, steps_read_ahead
 from torchstrat.data.loader import LoaderSource
 from torchstrat.data.options import (
     AutoShardPolicy,
@@ -48,7 +48,7 @@ def chosen_policy(dataset: object, source: Source, options: InputOptions) -> Aut
         if policy is None and (carried := getattr(carrier, "auto_shard_policy", None)) is not None:
             policy = parse_policy(carried)
     if policy is None or policy is AutoShardPolicy.AUTO:
-        return AutoShardPolicy.FILE if source.reads_files else AutoShardPolicy.DATA
+        return AutoShardPolicy.DATA if source.files is None else AutoShardPolicy.FILE
     return policy
 
 
@@ -157,6 +157,8 @@ def _opener(
 
     def open_fixed_sizes(saved: Saved | None) -> Reading:
         worker, workers = layout.worker_index, layout.num_workers
+        if layout.peers is not None and policy is AutoShardPolicy.FILE:
+            require_same_files(layout.peers, whole.files or ())
         is_cut = layout.num_replicas > 1
         if saved is None:
             source.agree(layout.peers)

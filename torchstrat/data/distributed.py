@@ -7,10 +7,13 @@ and in length. One small exchange per step keeps all processes stepping together
 
 from __future__ import annotations
 
+import itertools
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +26,7 @@ from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 from torchstrat.data import rows
 from torchstrat.data.marks import Along, Same, unmarked
-from torchstrat.data.options import InputOptions
+from torchstrat.data.options import InputOptions, PathLike
 from torchstrat.data.position import Progress, Saved, Standing, Terms, state_of
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher, in_own_memory
 from torchstrat.data.streams import Step
@@ -143,6 +146,30 @@ def require_equal_data(communicator: Communicator, first: Step | None, cardinali
         "InputOptions(auto_shard_policy=AutoShardPolicy.OFF) or use distribute_datasets_from_function; if it is "
         "shuffled, give every rank the same seed."
     )
+
+
+def require_same_files(communicator: Communicator, files: Sequence[PathLike]) -> None:
+    """File ``i`` belongs to process ``i mod num_workers``: then all must list the same ones, in the same order."""
+    said = communicator.all_gather_object(_names_of(files), "the files of a dataset")
+    odd = [rank for rank, names in enumerate(said) if names != said[0]]
+    if odd:
+        pairs = enumerate(itertools.zip_longest(said[0], said[odd[0]]))
+        number, (first, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        raise InvalidArgumentError(
+            f"rank(s) {odd} list other files than rank 0, or in another order: file {number} is {first or 'missing'} "
+            f"on rank 0 and {other or 'missing'} on rank {odd[0]}. Under AutoShardPolicy.FILE process i reads every "
+            f"{len(said)}th file from file i on, so all need the same list. The order in which a folder is listed may "
+            "be another one on each machine: sort it, sorted(folder.glob(…))."
+        )
+
+
+def _names_of(files: Sequence[PathLike]) -> list[str]:
+    """Within the folder that has all of them, which may be another one on each machine; none of what is no path."""
+    if not all(isinstance(file, str | os.PathLike) for file in files):
+        return []
+    paths = [Path(file).parts for file in files]
+    common = sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    return ["/".join(path[common:]) for path in paths]
 
 
 StateT = TypeVar("StateT")

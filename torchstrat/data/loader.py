@@ -34,7 +34,7 @@ from torchstrat.data.loader_batches import (
     served,
     share_of,
 )
-from torchstrat.data.options import files_of_worker, reads_files
+from torchstrat.data.options import PathLike, files_of_worker, reads_files
 from torchstrat.data.order import (
     Counted,
     Draws,
@@ -316,8 +316,8 @@ class LoaderSource(Source):
         return dataset[[0] if lists else 0]
 
     @property
-    def reads_files(self) -> bool:
-        return reads_files(self.loader.dataset)
+    def files(self) -> Sequence[PathLike] | None:
+        return self.loader.dataset.files if reads_files(self.loader.dataset) else None
 
     def for_files(self, worker: int, workers: int) -> Source:
         dataset = self.loader.dataset

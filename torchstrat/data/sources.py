@@ -143,8 +143,9 @@ class Source(ABC):
         return replace(batches, items=steps), lambda step: None
 
     @property
-    def reads_files(self) -> bool:
-        return False
+    def files(self) -> Sequence[PathLike] | None:
+        """Those that it reads; None: it reads none."""
+        return None
 
     def for_files(self, worker: int, workers: int) -> Source:
         """The part of a source that reads files whose files belong to one process: file ``i mod workers``."""
@@ -180,7 +181,7 @@ class PipelineSource(Source):
         self._view = view or View()
         self.declared_batch = pipeline.batch_size
         self.cardinality = pipeline.cardinality
-        self.rereads = self.reads_files
+        self.rereads = self.files is not None
         self.passes = 0
         self._agreed_seed: int | None = None
 
@@ -257,13 +258,13 @@ class PipelineSource(Source):
         return self.data.element_spec
 
     @property
-    def reads_files(self) -> bool:
-        return reads_files(self.data)
+    def files(self) -> Sequence[PathLike] | None:
+        return self.data.files if reads_files(self.data) else None
 
     def for_files(self, worker: int, workers: int) -> Source:
-        if not self.reads_files:
+        if self.files is None:
             return super().for_files(worker, workers)
-        files = files_of_worker(self.data.files, worker, workers)  # type: ignore[attr-defined]
+        files = files_of_worker(self.files, worker, workers)
         return PipelineSource(self.data, View(files, self._view.hint))
 
     def for_hint(self, worker: int, workers: int) -> Source:
@@ -512,8 +513,8 @@ class ForeignFileSource(IterableSource):
         return self._dataset
 
     @property
-    def reads_files(self) -> bool:
-        return True
+    def files(self) -> Sequence[PathLike] | None:
+        return self._dataset.files
 
     def for_files(self, worker: int, workers: int) -> Source:
         return ForeignFileSource(self._dataset, files_of_worker(self._dataset.files, worker, workers))
