@@ -17,7 +17,7 @@ import torchstrat as ts
 from tests.support.datasets import Numbers
 from tests.support.input_ranks import components, distribute, distribute_from_function, layout_in_process, on_ranks
 from torchstrat.data import InputLayout
-from torchstrat.errors import InvalidArgumentError, StrategyMixingError, UnsupportedError
+from torchstrat.errors import ContextError, InvalidArgumentError, StrategyMixingError, UnsupportedError
 
 PER_REPLICA = ts.InputReplicationMode.PER_REPLICA
 
@@ -148,6 +148,30 @@ def test_an_error_of_a_row_is_not_the_end_of_the_data(workers: int) -> None:
         assert ("in DataLoader worker process 0" in text) == bool(workers)
     del iterator, caught
     gc.collect()  # the traceback that pytest kept holds the workers
+
+
+class Interrupted(Numbers):
+    waits = True
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2 and self.waits:
+            self.waits = False
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_ctrl_c_is_not_the_end_of_the_data(buffer: int) -> None:
+    dataset = distribute(DataLoader(Interrupted(6), batch_size=2), per_replica_buffer_size=buffer)
+    iterator = iter(dataset)
+    assert components(next(iterator)) == [[0], [1]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(ContextError, match=r"KeyboardInterrupt interrupted next.*load_state_dict"):
+            next(iterator)
+    dataset.load_state_dict(iterator.state_dict())
+    assert [components(batch) for batch in dataset] == [[[2], [3]], [[4], [5]]]
 
 
 def left_by_break(loader: Any) -> None:

@@ -20,7 +20,13 @@ import torch
 
 from torchstrat.core import context, nest, notebook_html
 from torchstrat.core.engine import BatchPlacement, Communicator, InputLayout
-from torchstrat.core.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
+from torchstrat.core.errors import (
+    CommunicationError,
+    ContextError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    WrongTypeError,
+)
 from torchstrat.core.randomness import RandomStreams
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import BatchInfo, DistributedValues, Mirrored, PerReplica
@@ -469,7 +475,7 @@ class DistributedIterator(context.OfStrategy):
         return step
 
     def _fail(self, error: BaseException, call: str) -> None:
-        self._error = error if isinstance(error, Exception) else None
+        self._error = error if isinstance(error, Exception) else _interrupted(error, call)
         if self._end is not None:
             self._end.failed(error)
         self.close()
@@ -517,6 +523,15 @@ class DistributedIterator(context.OfStrategy):
             return PerReplica(plain, replica_ids=ids, batch_info=info)
 
         return _zip(wrap, step.components)
+
+
+def _interrupted(error: BaseException, call: str) -> ContextError:
+    """What every further call raises after Ctrl-C, for one."""
+    return ContextError(
+        f"{type(error).__name__} interrupted {call}, and the batch that it was reading is lost to this iterator. Take "
+        "another one, iter(distributed_dataset), which starts over; or which goes on with that batch, after "
+        "distributed_dataset.load_state_dict(this_iterator.state_dict())."
+    )
 
 
 def placement_of(layout: InputLayout, options: InputOptions) -> BatchPlacement:
