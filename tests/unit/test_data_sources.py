@@ -258,6 +258,9 @@ def test_asking_for_the_spec_draws_nothing() -> None:
         (lambda rows: rows.batch(2).unbatch().batch(3), [[0, 1, 2], [3, 4]], -2),
         (lambda rows: rows.batch(4).rebatch([1, 2]), [[0], [1, 2], [3], [4]], -2),
         (lambda rows: rows.repeat().take(7).batch(7), [[0, 1, 2, 3, 4, 0, 1]], 1),
+        (lambda rows: rows.repeat(-1).take(7).batch(7), [[0, 1, 2, 3, 4, 0, 1]], 1),
+        (lambda rows: rows.take(-1).batch(5), [[0, 1, 2, 3, 4]], 1),
+        (lambda rows: rows.repeat(0), [], 0),
     ],
 )
 def test_pipelines(pipeline: Any, expected: list[Any], cardinality: int) -> None:
@@ -480,4 +483,7 @@ def test_prefetch_hands_on_what_reading_raised() -> None:
 def test_sizes(size: Any) -> None:
     for method in (numbers().shuffle, numbers().prefetch):
         with pytest.raises(InvalidArgumentError, match="buffer_size"):
+            method(size)
+    for method in (numbers().take, numbers().repeat) if size else ():
+        with pytest.raises(InvalidArgumentError, match=f"count={size} must be an int of at least 0"):
             method(size)

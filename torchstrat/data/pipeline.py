@@ -153,12 +153,12 @@ class Pipeline(IterableDataset[object]):
         return _Map(self, fn)
 
     def take(self, count: int) -> Pipeline:
-        """The first ``count`` elements."""
-        return _Take(self, count)
+        """The first ``count`` elements; -1: all."""
+        return self if count == -1 else _Take(self, _at_least(0, count, "count"))
 
     def repeat(self, count: int | None = None) -> Pipeline:
-        """Everything ``count`` times over; None: without end."""
-        return _Repeat(self, count)
+        """Everything ``count`` times over; None or -1: without end."""
+        return _Repeat(self, None if count in (None, -1) else _at_least(0, count, "count"))
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> Pipeline:
         """Elements in random order, another one in every pass: each is drawn from the next ``buffer_size`` elements.
@@ -445,8 +445,12 @@ class _Rebatch(_Transformed):
 
 
 def _positive(value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name}={value!r} must be an int of at least 1.")
+    return _at_least(1, value, name)
+
+
+def _at_least(least: int, value: int | None, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name}={value!r} must be an int of at least {least}.")
     return value
 
 
