@@ -269,6 +269,12 @@ def test_pipelines(pipeline: Any, expected: list[Any], cardinality: int) -> None
     assert made.cardinality == cardinality
 
 
+def test_rows_are_taken_out_of_columns_of_one_length() -> None:
+    batches = ArrayDataset(torch.arange(4)).batch(2).map(lambda batch: (batch, torch.arange(3)))
+    with pytest.raises(InvalidArgumentError, match=r"batch\[0\] has 2, batch\[1\] has 3"):
+        list(batches.unbatch())
+
+
 def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
     rows, lines = ArrayDataset(torch.arange(3)).batch(2), TextLineDataset(["a", "b"]).map(str.upper).batch(2)
     assert not hasattr(rows, "files")

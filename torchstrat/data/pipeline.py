@@ -27,7 +27,7 @@ from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
 from torchstrat.data.options import PathLike
 from torchstrat.data.prefetch import Ahead, Prefetcher
-from torchstrat.data.streams import cut_stream
+from torchstrat.data.streams import cut_stream, require_aligned
 
 SHARD_HINT: Final = -1
 """``dataset.shard(SHARD_HINT, SHARD_HINT)`` marks where the HINT policy shards: by process, once that is known."""
@@ -281,7 +281,7 @@ class _Unbatch(_Transformed):
 
     def read(self, view: View) -> Iterator[nest.Nest]:
         for batch in map(rows.to_tensors, self.source.read(view)):
-            for index in range(rows.count_rows(batch)):
+            for index in range(require_aligned(batch)):
                 yield rows.map_rows(operator.itemgetter(index), batch)
 
     @property
