@@ -358,6 +358,9 @@ def test_options_do_not_change_and_can_be_copied() -> None:
     assert pickle.loads(pickle.dumps(options)) == copy.deepcopy(options) == options
     changed = methodcaller("_replace", empty_replicas="skip")(options)  # public, of a named tuple
     assert (changed.auto_shard_policy, changed.empty_replicas) == (AutoShardPolicy.OFF, "skip")
+    assert methodcaller("_replace", auto_shard_policy="file")(options).auto_shard_policy is AutoShardPolicy.FILE
+    with pytest.raises(InvalidArgumentError, match="per_replica_buffer_size=0"):
+        methodcaller("_replace", experimental_per_replica_buffer_size=0)(options)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,11 @@ class InputOptions(_Fields):
             collate,
         )
 
+    @classmethod
+    def _make(cls, iterable: Iterable[object]) -> InputOptions:  # type: ignore[override]
+        """Of all fields in order. `_replace` calls it, and would otherwise take any values."""
+        return cls(*iterable)  # type: ignore[arg-type]
+
     fetch_to_device = property(lambda self: self.experimental_fetch_to_device)
     replication_mode = property(lambda self: self.experimental_replication_mode)
     place_dataset_on_device = property(lambda self: self.experimental_place_dataset_on_device)
