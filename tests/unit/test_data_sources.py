@@ -225,6 +225,31 @@ def test_element_spec(dataset: Any, replicas: int, shape: tuple[int | None, ...]
     assert [part.shape for part in spec.values] == [shape] * replicas
 
 
+def test_batches_of_which_no_shape_holds_for_all_have_no_spec() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"have \[1, 2\] dimensions"):
+        _ = distribute([torch.zeros(4, 3), torch.zeros(4)]).element_spec
+
+
+def test_a_stream_that_knows_where_it_stands_stands_there_after_its_spec_could_not_be_read() -> None:
+    class Broken(Stream):
+        stands = 0
+
+        def state_dict(self) -> int:
+            return self.stands
+
+        def load_state_dict(self, stands: int) -> None:
+            self.stands = stands
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            self.stands += 1
+            raise OSError("not there")
+
+    for broken in (Broken(), DataLoader(Broken(), batch_size=None)):
+        with pytest.raises(OSError, match="not there"):
+            _ = distribute(broken).element_spec
+        assert getattr(broken, "dataset", broken).stands == 0
+
+
 class NothingAsStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())

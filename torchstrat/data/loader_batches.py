@@ -521,9 +521,13 @@ class IterableLoader:
             yield
             return
         before, self._ours.passes = self._ours.passes, passes
-        yield
-        if self._loader.num_workers:
-            self._ours.passes = before
+        after = before
+        try:
+            yield
+            if not self._loader.num_workers:
+                after = self._ours.passes
+        finally:
+            self._ours.passes = after
 
     def settings(self) -> dict[str, object]:
         found = {"dataset": type(self._dataset).__name__, "num_workers": self._loader.num_workers}

@@ -61,8 +61,10 @@ class FirstItems:
     def again(self) -> Iterator[None]:
         """While items are passed over that had been handed out when the position was saved."""
         self._is_again = True
-        yield
-        self._is_again = False
+        try:
+            yield
+        finally:
+            self._is_again = False
 
     def state(self) -> dict[str, object]:
         """For the beginning of a pass."""
@@ -183,9 +185,11 @@ def own_state(stateful: Stateful | None) -> object:
 def unmoved(stateful: Stateful | None) -> Iterator[None]:
     """Have a look at the data; what knows where it stands is put back there."""
     state = own_state(stateful)
-    yield
-    if stateful is not None:
-        stateful.load_state_dict(state)
+    try:
+        yield
+    finally:
+        if stateful is not None:
+            stateful.load_state_dict(state)
 
 
 def _read_again(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchstrat.core import nest
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.core.randomness import state_of
 from torchstrat.data import rows
 from torchstrat.data.marks import Along, Examples, Same
@@ -93,9 +94,18 @@ def batched(spec: nest.Nest, rows: int | None) -> nest.Nest:
 
 
 def widest(first: TensorSpec, *others: TensorSpec) -> TensorSpec:
-    """The spec that holds for all of these."""
-    shapes = zip(*(leaf.shape for leaf in (first, *others)), strict=True)
-    return TensorSpec(tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), first.dtype)
+    """The spec that holds for all of these.
+
+    Raises `InvalidArgumentError` where they have different numbers of dimensions.
+    """
+    shapes = [leaf.shape for leaf in (first, *others)]
+    ranks = sorted(set(map(len, shapes)))
+    if len(ranks) > 1:
+        raise InvalidArgumentError(
+            f"element_spec is not known: tensors of the batches have {ranks} dimensions, and no shape holds for all."
+        )
+    sizes = zip(*shapes, strict=True)
+    return replace(first, shape=tuple(one[0] if len(set(one)) == 1 else None for one in sizes))
 
 
 def per_replica(spec: nest.Nest, rows_of: Callable[[int | None], int | None], count: int) -> nest.Nest:
