@@ -62,6 +62,10 @@ class Data(Area):
         dates = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")
         next(iter(self.mirrored().distribute_dataset([dates])))
 
+    @raises(WrongTypeError, r"array of datetime64\[D\]", "no tensor can hold", "astype")
+    def a_date(self) -> None:
+        next(iter(self.mirrored().distribute_dataset([(torch.ones(2), ts.data.same(np.datetime64("2020-01-01")))])))
+
     @raises(UnsupportedError, "DistributedSampler", "shards by itself", "shuffle=True")
     def a_distributed_sampler(self) -> None:
         sampler: Any = DistributedSampler(rows(), num_replicas=2, rank=0)

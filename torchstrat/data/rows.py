@@ -116,6 +116,8 @@ def map_leaves(fn: Callable[[Leaf], object], value: nest.Nest) -> nest.Nest:
 
 
 def _to_tensor(leaf: Leaf) -> Leaf:
+    if isinstance(leaf, np.generic) and leaf.dtype.kind not in "OSU":
+        leaf = np.array(leaf)
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind in "OSU":
             return leaf.astype(object, copy=False)
@@ -126,8 +128,6 @@ def _to_tensor(leaf: Leaf) -> Leaf:
                 f"a batch holds an array of {leaf.dtype}, which no tensor can hold; convert it, such as by "
                 "array.astype('int64'), or hand its rows out as objects: array.astype(object)."
             ) from error
-    if isinstance(leaf, np.generic) and leaf.dtype.kind not in "OSU":
-        return torch.tensor(leaf.item(), dtype=torch.from_numpy(np.zeros((), leaf.dtype)).dtype)
     return leaf
 
 
