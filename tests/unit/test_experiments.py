@@ -462,6 +462,12 @@ def test_csv_without_a_header_label_first_other_delimiter_and_images(tmp_path):
     assert images == {1: [[[1.0, 2.0], [3.0, 4.0]]], 0: [[[5.0, 6.0], [7.0, 8.0]]]}
 
 
+def test_csv_with_a_byte_order_mark_and_without_a_header_has_its_first_row(tmp_path):
+    path = write_csv(tmp_path, text="\ufeff1,0\n2,1\n3,0\n")
+    examples = data.load(chosen("data=csv", path=path, test_fraction=0.4, standardize=False))
+    assert sorted(float(row) for part in (examples.train, examples.test) for row, _ in part) == [1, 2, 3]
+
+
 def test_standardizing_uses_the_training_rows_and_survives_constant_features(tmp_path):
     path = write_csv(tmp_path, text="".join(f"{row},7,{row % 2}\n" for row in range(10)))
     train = data.load(chosen("data=csv", path=path, test_fraction=0.3)).train.tensors[0]

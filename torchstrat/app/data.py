@@ -128,7 +128,7 @@ def csv(
     """
 
     def read(file: str) -> Rows:
-        lines = [line for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in Path(file).expanduser().read_text("utf-8-sig").splitlines() if line.strip()]
         if lines and not all(map(_is_number, lines[0].split(delimiter))):
             del lines[0]
         require(bool(lines), f"{file} has no rows of numbers.")
