@@ -259,6 +259,18 @@ def test_on_a_strategy(kind: Any, batch_size: int, metric: Any, ended: Training)
     ended.assert_noted(1, 2, 3)
 
 
+def test_metrics_have_the_digits_of_what_is_returned(training: Training) -> None:
+    training.save(1)
+    training.end(1)
+    metrics: dict[str, Any] = {
+        "number": lambda outputs, targets: 0.1,
+        "counts": lambda outputs, targets: torch.full((len(targets),), 2**24 + 1),
+        "float32": lambda outputs, targets: torch.full((len(targets),), 2.0**24) + torch.eye(len(targets))[0],
+    }
+    [evaluation] = training.evaluator(metrics=metrics).start()
+    assert evaluation.metrics == {"number": pytest.approx(0.1, rel=1e-15), "counts": 2**24 + 1, "float32": 2**24}
+
+
 def test_metrics_may_be_means_numbers_or_one_for_each_row(training: Training) -> None:
     training.save(1)
     training.end(1)

@@ -189,14 +189,14 @@ def _measure(model: nn.Module, batch: object, metrics: Mapping[str, Metric]) -> 
     if not rows:  # a mean over no rows is not a number
         return torch.zeros(1 + len(metrics), dtype=dtype, device=device)
     outputs = model(inputs)
-    sums = [_sum(name, metric(outputs, targets), rows).to(device, dtype) for name, metric in metrics.items()]
+    sums = [
+        _sum(name, torch.as_tensor(metric(outputs, targets), dtype=dtype, device=device), rows)
+        for name, metric in metrics.items()
+    ]
     return torch.stack([torch.tensor(rows, dtype=dtype, device=device), *sums])
 
 
-def _sum(name: str, returned: object, rows: int) -> torch.Tensor:
-    value = torch.as_tensor(returned)
-    if value.dtype in (torch.bool, torch.float16, torch.bfloat16) or not value.dtype.is_floating_point:
-        value = value.to(torch.float32)
+def _sum(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
     if value.dim() == 0:
         return value * rows
     if value.shape != (rows,):
