@@ -104,6 +104,18 @@ def in_float32() -> Any:
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
 
 
+def in_complex64() -> Any:
+    model = torch.nn.Linear(6, 3, dtype=torch.complex64)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def of_complex_numbers(program: Any, batch: Any) -> None:
+    model, optimizer = program
+    optimizer.zero_grad()
+    model(batch[0].to(torch.complex64)).abs().square().mean().backward()
+    optimizer.step()
+
+
 def takes_apart(program: Any, batch: Any) -> None:
     """Leaves the batch without labels, and the inputs changed."""
     labels = batch.pop("y")
@@ -120,8 +132,13 @@ def in_single(program: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [(drawn_without_torch, step, batches), (build, takes_apart, by_name), (in_float32, in_single, batches)],
-    ids=["built of other generators", "changes its batch", "of float32"],
+    [
+        (drawn_without_torch, step, batches),
+        (build, takes_apart, by_name),
+        (in_float32, in_single, batches),
+        (in_complex64, of_complex_numbers, batches),
+    ],
+    ids=["built of other generators", "changes its batch", "of float32", "of complex64"],
 )
 def test_a_right_program_is_right(program: tuple[Any, Any, Any]) -> None:
     assert str(compare(*program, "mirrored x2")) == "right      mirrored x2"

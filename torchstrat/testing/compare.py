@@ -260,7 +260,7 @@ def _first_difference(wanted: Snapshot, seen: Snapshot, tolerance: float) -> tup
         if (name in wanted) != (name in seen):
             return name, "is there in the plain program only" if name in wanted else "is not there in the plain program"
         kind = wanted[name].dtype
-        allowed = max(tolerance, 16 * torch.finfo(kind).eps) if kind.is_floating_point else tolerance
+        allowed = max(tolerance, 16 * torch.finfo(kind).eps) if kind.is_floating_point or kind.is_complex else tolerance
         left, right = (one.detach().cpu().to(torch.complex128) for one in (wanted[name], seen[name]))
         if left.shape != right.shape:
             return name, f"has shape {tuple(right.shape)} for {tuple(left.shape)}"
@@ -363,13 +363,14 @@ class _Launcher:
         first, second = answers
         # A rank that differs from the first one shows in the steps, under its own name.
         for mine, others in zip(first.steps, second.steps, strict=True):
-            mine.update({f"{key} on rank 1": number for key, number in others.items() if _differ(mine[key], number)})
+            differ = {key: number for key, number in others.items() if _differ(mine.get(key), number)}
+            mine.update({f"{key} on rank 1": number for key, number in differ.items()})
         recording: _Recording = first
         return recording
 
 
-def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return not torch.equal(left.nan_to_num(), right.nan_to_num())
+def _differ(left: torch.Tensor | None, right: torch.Tensor) -> bool:
+    return left is None or not torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 def _watched(built: object) -> dict[str, object]:
