@@ -153,6 +153,7 @@ def asked_in_a_replica() -> None:
         (lambda: ts.PreemptionHandler(timeout=timedelta(seconds=-1)), InvalidArgumentError, "timeout="),
         (lambda: ts.PreemptionHandler(signals=()), InvalidArgumentError, "name at least one"),
         (lambda: ts.PreemptionHandler(signals=[signal.SIGKILL]), InvalidArgumentError, "no process can have a handler"),
+        (lambda: ts.PreemptionHandler(signals=[40]), InvalidArgumentError, "40, which is no member of signal.Signals"),
     ],
 )
 def test_wrong_use_says_what_is_wrong(call: Callable[[], object], kind: type[Exception], says: str) -> None:

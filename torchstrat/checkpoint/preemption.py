@@ -84,8 +84,11 @@ class PreemptionHandler:
         self._grace = grace
         self._signals = tuple(signals)
         for number in self._signals:
-            if number not in signal.valid_signals() or number in _UNSTOPPABLE:
-                raise InvalidArgumentError(f"signals has {number!r}, for which no process can have a handler.")
+            if number not in {*signal.Signals} - _UNSTOPPABLE:
+                raise InvalidArgumentError(
+                    f"signals has {number!r}, which is no member of signal.Signals or one for which no process can "
+                    "have a handler; write signals=(signal.SIGTERM, signal.SIGUSR1)."
+                )
         if not self._signals:
             raise InvalidArgumentError("signals is empty; name at least one, such as signal.SIGTERM.")
         self._timeout = timeout
