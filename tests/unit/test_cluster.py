@@ -509,6 +509,7 @@ NO_NUMBERS: list[tuple[str, Any]] = [
         *(bad_step([f"{name}={value!r} must be a whole number"], given={name: value}) for name, value in NO_NUMBERS),
         bad_step(["tasks_per_node['n01']=2.5 must be a whole number"], given={"tasks_per_node": {"n01": 2.5}}),
         bad_step(["does not name the hosts ['n02', 'm7']"], given={"tasks_per_node": {"n01": 5}}),
+        bad_step(["no task is said to run on any"], given={"tasks_per_node": dict.fromkeys(("n01", "n02", "m7"), 0)}),
         bad_step(["gpus_per_task=3 for 2 tasks on one host needs 6 GPUs"], given={"gpus_per_task": 3}),
         bad_pod(["JOB_COMPLETION_INDEX is not set", "HOSTNAME is not set"], {"worker": 2}),
         bad_pod(["JOB_COMPLETION_INDEX='2'", "below 2"], {"worker": 2}, JOB_COMPLETION_INDEX="2", HOSTNAME="j-2"),

@@ -140,6 +140,8 @@ def read_slurm(environ: Environment, tasks_per_node: int | Mapping[str, int] | N
     variables = Variables(environ)
     hosts = _slurm_hosts(variables)
     tasks = _slurm_tasks(variables, hosts, tasks_per_node)
+    if hosts and tasks and not sum(tasks):
+        variables.problems.append(f"no task is said to run on any of the hosts {hosts}")
     rank = variables.number("SLURM_PROCID", least=0, below=sum(tasks) or None)
     cyclic = re.split(r"[:,]", environ.get("SLURM_DISTRIBUTION", ""))[0] == "cyclic"
     places = tuple(_in_turn(tasks) if cyclic else _in_blocks(tasks))
