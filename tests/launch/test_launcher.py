@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -385,6 +386,9 @@ def test_killed_processes_come_back_and_workers_can_be_added(started: Any) -> No
             another = cluster.wait_until_restarted(job, 0, pid, SECONDS)
             assert another.pid != pid
             assert cluster.process(job, 0) is another
+        no_port = mock.patch("torchstrat.launch.local_cluster.ReservedPort", side_effect=OSError("no port is free"))
+        with no_port, pytest.raises(OSError, match="no port is free"):
+            cluster.add_worker()
         assert cluster.add_worker() == 1
         cluster.wait_until_listening()
         assert ask(cluster.cluster_spec, "ps", 0)["pid"] == cluster.process("ps", 0).pid

@@ -347,8 +347,8 @@ class Cluster:
         if self._reaper is None:
             raise ContextError("a worker can be added to a cluster that runs, inside the with statement.")
         task = Task(WORKER, self._numbers[WORKER])
-        self._numbers[WORKER] += 1
         self._ports[task] = ReservedPort()
+        self._numbers[WORKER] += 1
         self._start(task)
         return task.index
 
