@@ -381,6 +381,14 @@ def test_another_order_of_bytes_is_left_to_torch(saved: Path, monkeypatch: pytes
     assert same(everything(saved), [numbers((40, 3)), {"count": 7}])
 
 
+def test_a_dtype_of_a_later_torch(saved: Path) -> None:
+    content = json.loads((saved / NAME).read_text().replace('"float32"', '"float7"'))
+    del content["crc32"]
+    (saved / NAME).write_text(json.dumps({**content, "crc32": manifest._checksum(content)}))
+    with pytest.raises(InvalidArgumentError, match=r"of dtype float7, which torch .* does not have"):
+        everything(saved)
+
+
 def test_a_link_to_a_checkpoint_is_replaced_and_what_it_names_stays(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(saved)
     write(tmp_path / "latest", [[whole("t", torch.ones(1))]])

@@ -239,7 +239,14 @@ class StoredFolder:
 
     def dtype(self, key: str) -> torch.dtype | None:
         entry = self._places[key][0].entry
-        dtype: torch.dtype | None = None if entry.shape is None else getattr(torch, entry.dtype)
+        if entry.shape is None:
+            return None
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgumentError(
+                f"{key} in {self.folder} is of dtype {entry.dtype}, which torch {torch.__version__} does not have. "
+                "Restore it with the torch that saved it, or leave it out: restore(path, only=(…))."
+            )
         return dtype
 
     def under(self, name: str) -> dict[str, KeyPath]:
