@@ -56,11 +56,7 @@ class NumberedCheckpoints:
             raise InvalidArgumentError(f"the checkpoints in {self.directory} cannot be listed: {error}") from error
         # A killed process may have left a checkpoint under its second name, where restoring looks as well.
         matches = [(name, _NAME.fullmatch(name) or _REPLACED.fullmatch(name)) for name in names]
-        numbers = {
-            int(match[1].removeprefix("step-"))
-            for name, match in matches
-            if match and is_checkpoint(self.directory / name)
-        }
+        numbers = {int(match[1]) for name, match in matches if match and is_checkpoint(self.directory / name)}
         return sorted(numbers)
 
     def incomplete(self) -> list[int]:
@@ -182,7 +178,6 @@ def told_directories() -> Iterator[Callable[[], None]]:
 
 
 def _mark_told(file: Path) -> None:
-
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     for directory in map(Path, dict.fromkeys(lines)):
         with contextlib.suppress(InvalidArgumentError):  # what cannot be marked is waited for, as before
