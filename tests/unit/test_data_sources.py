@@ -308,6 +308,15 @@ def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
     assert callable(lines.open)
 
 
+def test_equal_sets_are_equal_data_on_all_ranks() -> None:
+    def read(layout: InputLayout) -> list[Any]:
+        tags = {0, 8} if layout.worker_index else {8, 0}
+        return [components(rows) for rows, _ in distribute([(torch.arange(2), data.same(tags))], layout)]
+
+    assert repr({0, 8}) != repr({8, 0})
+    assert on_ranks(2, read)[0] == [[[[0]]], [[[1]]]]
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

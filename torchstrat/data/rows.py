@@ -390,8 +390,10 @@ def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
             yield f"{leaf.dtype}{leaf.shape}".encode()
             yield leaf.tobytes()
             return
-        whole = repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf)
-        yield re.sub(r" at 0x[0-9a-f]+", "", whole).encode()  # which tells where it is in memory
+        whole = leaf.tolist() if isinstance(leaf, np.ndarray) else leaf
+        if isinstance(whole, set | frozenset):  # whose order is another one in each process
+            whole = sorted(map(repr, whole))
+        yield re.sub(r" at 0x[0-9a-f]+", "", repr(whole)).encode()  # which tells where it is in memory
         return
     leaf = leaf.detach().cpu()
     if leaf.is_nested:
