@@ -300,6 +300,12 @@ def test_rows_are_taken_out_of_columns_of_one_length() -> None:
         list(batches.unbatch())
 
 
+def test_a_batch_that_is_none_does_not_end_a_stream_of_rows() -> None:
+    batches = ArrayDataset(torch.arange(6)).batch(2).map(lambda batch: None if 2 in batch else batch)
+    with pytest.raises(WrongTypeError, match="no tensor and no array"):
+        list(batches.rebatch(3))
+
+
 def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
     rows, lines = ArrayDataset(torch.arange(3)).batch(2), TextLineDataset(["a", "b"]).map(str.upper).batch(2)
     assert not hasattr(rows, "files")

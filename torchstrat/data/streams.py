@@ -415,8 +415,8 @@ def cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainde
 
 
 def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool) -> Iterator[nest.Nest]:
-    batch, start, stop = next(batches, None), 0, 0
-    if batch is None:
+    batch, start, stop = next(batches, END), 0, 0
+    if batch is END:
         return
     tell_of_lists(batch)
     empty, stop = rows.empty_like(batch), require_aligned(batch)
@@ -425,7 +425,7 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
         missing = size
         while missing:
             if start == stop:
-                if (batch := next(batches, None)) is None:
+                if (batch := next(batches, END)) is END:
                     break
                 start, stop = 0, require_aligned(batch)
             taken = min(missing, stop - start)
@@ -435,7 +435,7 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
         if missing and (drop_remainder or not parts):
             return
         yield rows.join_batches(parts) if parts else empty
-        if batch is None:
+        if batch is END:
             batch, start, stop = empty, 0, 0  # the source has ended: only sizes of 0 can follow
 
 
