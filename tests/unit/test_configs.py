@@ -175,6 +175,15 @@ def test_losses_and_steps_of_ones_own(mine, loss):
     assert loop.scores_of(loop.measure(given, outputs, targets_)) == {"loss": 2.0, "accuracy": None, "rows": 2}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rows_and_right_answers_are_counted_in_any_dtype(dtype):
+    labels = torch.arange(301) % 2
+    outputs = torch.nn.functional.one_hot(torch.zeros(301, dtype=torch.int64), 2).to(dtype)
+    measured = loop.measure(torch.nn.functional.cross_entropy, outputs, labels)
+    scores = loop.scores_of(measured)
+    assert (scores["rows"], scores["accuracy"]) == (301, pytest.approx(151 / 301, rel=1e-6))
+
+
 @pytest.mark.parametrize("strategy", ["one_device", "multi_worker_mirrored", "parameter_server"])
 def test_replicas_are_ignored_aloud_by_strategies_without(strategy, capsys, monkeypatch):
     monkeypatch.setattr(build.registry, "create", lambda name, **options: None)

@@ -231,7 +231,8 @@ def measure(loss: Loss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Te
     ``(batch, …)`` integers.
     """
     rows = len(labels)
-    total = loss(outputs, labels) * rows
+    mean = loss(outputs, labels)
+    total = mean.to(torch.promote_types(mean.dtype, torch.float32)) * rows  # bfloat16 does not count to 301
     correct = torch.full_like(total, math.nan)
     if not labels.is_floating_point() and outputs.ndim == labels.ndim + 1:
         correct = (outputs.argmax(dim=1) == labels).sum().to(total.dtype) * (rows / max(labels.numel(), 1))
