@@ -364,7 +364,7 @@ FAULTS = (
     ),
     PlantedFault(
         "rows that wait to be taken apart stay where they were read to",
-        _with(distributed, "in_own_memory", lambda leaf: leaf),
+        _with(rows, "in_own_memory", lambda leaf: leaf),
         cells_at("dict", "generator that fills its memory again", places.TPU),
     ),
     PlantedFault(

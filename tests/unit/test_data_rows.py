@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,45 @@ def test_looking_for_the_rows_moves_no_random_stream_and_no_example() -> None:
     [batch] = dataset
     assert [part.shape for part in batch.values] == [(2, 3), (1, 3)]
     assert torch.rand(1) == expected
+
+
+MADE: dict[str, Callable[[float], Any]] = {
+    "tensors": lambda number: torch.full((2,), number),
+    "arrays": lambda number: np.full(2, number),
+    "dictionaries": lambda number: {"x": torch.full((2,), number)},
+}
+
+
+class Fresh(list[Any]):
+    """An example is another object each time, with its number in it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(map(float, range(8)))
+        self.kind = kind
+
+    def __getitem__(self, index: Any) -> Any:
+        return MADE[self.kind](super().__getitem__(index))
+
+
+def _written(example: Any) -> torch.Tensor:
+    found = example.pop("x") if isinstance(example, dict) else example
+    found *= 10
+    return torch.as_tensor(found)
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_collate_function_that_writes_to_its_examples(kind: str, is_packed: bool) -> None:
+    def collate(found: list[Any]) -> Any:
+        written = [_written(one) for one in found]
+        return torch.cat(written) if is_packed else written
+
+    batches = list(distribute(DataLoader(Fresh(kind), 4, collate_fn=collate)))
+    parts = [[torch.cat(part) if isinstance(part, list) else part for part in batch.values] for batch in batches]
+    assert [[part[::2].tolist() for part in of_batch] for of_batch in parts] == [
+        [[0, 10], [20, 30]],
+        [[40, 50], [60, 70]],
+    ]
 
 
 def test_what_nothing_tells_is_told_once() -> None:

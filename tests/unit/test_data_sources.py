@@ -250,6 +250,13 @@ def test_a_stream_that_knows_where_it_stands_stands_there_after_its_spec_could_n
         assert getattr(broken, "dataset", broken).stands == 0
 
 
+def test_asking_for_the_spec_writes_to_no_example() -> None:
+    example = torch.ones(3)
+    loader = DataLoader([example], 1, collate_fn=lambda found: torch.stack([one.mul_(2) for one in found]))  # type: ignore[arg-type]
+    assert distribute(loader).element_spec.shape == (None, None)
+    assert example.tolist() == [1, 1, 1]
+
+
 class NothingAsStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())

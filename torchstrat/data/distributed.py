@@ -34,7 +34,7 @@ from torchstrat.data import rows
 from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions, PathLike
 from torchstrat.data.position import Progress, Saved, Standing, Terms, state_of
-from torchstrat.data.prefetch import Ahead, Placement, Prefetcher, in_own_memory
+from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
 from torchstrat.data.streams import Step
 
 if TYPE_CHECKING:
@@ -564,9 +564,9 @@ def _leave(step: Step) -> _Placed:
 
 
 def _place_apart(place: Callable[[Step], _Placed], step: Step) -> _Placed:
-    """What is not copied to a device is copied on the host; see `in_own_memory`."""
+    """What is not copied to a device is copied on the host; see `rows.in_own_memory`."""
     placed, events = place(step)
-    components = tuple(rows.map_leaves(in_own_memory, component) for component in placed.components)
+    components = tuple(rows.map_leaves(rows.in_own_memory, component) for component in placed.components)
     return Step(components, placed.rows, placed.checksum), events
 
 

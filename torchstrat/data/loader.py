@@ -63,7 +63,7 @@ from torchstrat.data.pipeline import Pipeline, View, cardinality_of, len_of
 from torchstrat.data.position import Place, Resume, Stream, generators_now
 from torchstrat.data.sequence import drawing_again, is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, make_source, set_loader_source
-from torchstrat.data.streams import Step
+from torchstrat.data.streams import Step, copies
 from torchstrat.data.workers import draw_for_workers, generator_of_workers
 
 
@@ -289,7 +289,7 @@ class LoaderSource(Source):
             example = self._example()
         if not self._auto_collated:
             return spec.spec_of(self._convert(example), rows_fixed=False)
-        batch = self._convert(self.loader.collate_fn([example]))
+        batch = self._convert(self.loader.collate_fn(copies([example], of_tensors=True)))
         # Only torch's own collate function says that examples have one shape; any other may pad.
         found = spec.spec_of(batch, rows_fixed=False, trailing_fixed=self.loader.collate_fn is default_collate)
         count = self.declared_batch if self._drops else None

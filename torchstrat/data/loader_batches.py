@@ -56,7 +56,17 @@ from torchstrat.data.sequence import (
     skip,
     skip_extra,
 )
-from torchstrat.data.streams import END, MARKS, CollateReading, Step, copies, equal_chunk_steps, require_aligned
+from torchstrat.data.streams import (
+    END,
+    MARKS,
+    CollateReading,
+    Step,
+    copies,
+    equal_chunk_steps,
+    require_aligned,
+    stand_of,
+    stands,
+)
 from torchstrat.data.workers import Watch, WatchedInWorkers, draw_for_workers, generator_of_workers
 
 Collate = Callable[[list[object]], nest.Nest]
@@ -89,13 +99,16 @@ class CollateAndSplit:
 
     def __post_init__(self) -> None:
         self._reading = CollateReading(self.collate)
+        self._may_write = not self._reading.is_torchs  # to its examples' tensors; the first batch tells whether it does
 
     def __call__(self, examples: list[object]) -> SplitBatch:
         if not isinstance(examples, list):
             return self._split_made(self.convert(self.collate(examples)))
         sizes = equal_chunks(len(examples), self.num_replicas)
-        kept = examples if self._reading.is_torchs else copies(examples)
+        kept = examples if self._reading.is_torchs else copies(examples, of_tensors=self._may_write)
+        before = stands(examples) if self._may_write else []
         whole = self.convert(self.collate(examples))
+        self._may_write = any(stand_of(leaf) != stand for leaf, stand in before)
         checksum = rows.checksum(whole) if self.compare else None
         self.compare = False
         marked = self._reading.marked(whole, kept)
@@ -142,7 +155,7 @@ class CollateToCut:
     def __call__(self, examples: list[object]) -> nest.Nest:
         if not isinstance(examples, list):  # a batch already; see above
             return self._collate(examples)
-        kept = copies(examples)
+        kept = copies(examples, of_tensors=False)
         marked = self._reading.marked(rows.to_tensors(self._collate(examples)), kept)
         if marked is None:
             raise InvalidArgumentError(

@@ -17,12 +17,10 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Final, Generic, TypeGuard, TypeVar
 
-import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import marks, rows
 from torchstrat.data.streams import END, Step
 
@@ -238,23 +236,6 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
         return marks.with_children(leaf, held, [to_device(child, device) for child in held])
 
     return rows.map_leaves(move, batch)
-
-
-def in_own_memory(leaf: nest.Nest) -> nest.Nest:
-    """What is on the host, copied: for batches that wait while their source goes on, which may fill the same memory."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.clone() if leaf.device.type == "cpu" else leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    if isinstance(leaf, PackedSequence):
-        return leaf._replace(data=in_own_memory(leaf.data))
-    if not nest.is_nested(leaf) and not marks.is_container(leaf):
-        return leaf
-    held = marks.children(leaf)
-    try:
-        return marks.with_children(leaf, held, [in_own_memory(child) for child in held])
-    except WrongTypeError:  # its class makes something else of them: it is refused, or stays whole, where it is used
-        return leaf
 
 
 def _is_dense(leaf: object) -> TypeGuard[torch.Tensor]:

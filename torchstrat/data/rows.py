@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import ragged_dim
@@ -140,6 +141,23 @@ def strings_to_arrays(batch: nest.Nest) -> nest.Nest:
         return _to_tensor(leaf)
 
     return map_leaves(convert, batch)
+
+
+def in_own_memory(leaf: nest.Nest) -> nest.Nest:
+    """What is on the host, copied: for batches that wait while their source goes on, which may fill the same memory."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone() if leaf.device.type == "cpu" else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if isinstance(leaf, PackedSequence):
+        return leaf._replace(data=in_own_memory(leaf.data))
+    if not is_container(leaf):
+        return leaf
+    held = children(leaf)
+    try:
+        return with_children(leaf, held, [in_own_memory(child) for child in held])
+    except WrongTypeError:  # its class makes something else of them: it is refused, or stays whole, where it is used
+        return leaf
 
 
 class RowsOnTheirWay:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from torchstrat.core import nest
+from torchstrat.core._torch_private import version_of
 from torchstrat.core.engine import InputLayout
 from torchstrat.core.errors import InvalidArgumentError
 from torchstrat.data import rows, spec
@@ -87,7 +89,7 @@ class CollateReading:
                 return None
             try:
                 with spec.undisturbed_randomness():
-                    part = rows.to_tensors(self._collate(copies(some)))
+                    part = rows.to_tensors(self._collate(copies(some, of_tensors=True)))
             except Exception:  # it takes whole batches only: nothing but the rule is left
                 by_rule = all(0 in found for found in dims.values())
                 return _chosen(dims, count) if by_rule else None
@@ -97,9 +99,23 @@ class CollateReading:
         return None if dims is None else _chosen(dims, count)
 
 
-def copies(examples: list[object]) -> list[object]:
-    """Examples to collate once more: some collate functions take entries out of them."""
-    return [_copy(example) for example in examples] if type(next(iter(examples), None)) in (dict, list) else examples
+def copies(examples: list[object], *, of_tensors: bool) -> list[object]:
+    """Examples to collate once more: some collate functions take entries out of them, or write to their tensors."""
+    if type(next(iter(examples), None)) in (dict, list):
+        examples = [_copy(example) for example in examples]
+    return [rows.map_leaves(rows.in_own_memory, example) for example in examples] if of_tensors else examples
+
+
+def stands(examples: list[object]) -> list[tuple[nest.Nest, int]]:
+    """The tensors and arrays in them, each with a number that is another one after it has been written to."""
+    held = [leaf for leaf in rows.all_leaves(examples) if isinstance(leaf, torch.Tensor | np.ndarray)]
+    return [(leaf, stand_of(leaf)) for leaf in held]
+
+
+def stand_of(leaf: nest.Nest) -> int:
+    if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+        return version_of(leaf)
+    return rows.checksum(leaf)
 
 
 def _copy(example: object) -> object:
