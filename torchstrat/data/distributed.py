@@ -163,9 +163,9 @@ def require_same_files(communicator: Communicator, files: Sequence[PathLike]) ->
         number, (first, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise InvalidArgumentError(
             f"rank(s) {odd} list other files than rank 0, or in another order: file {number} is {first or 'missing'} "
-            f"on rank 0 and {other or 'missing'} on rank {odd[0]}. Under AutoShardPolicy.FILE process i reads every "
-            f"{len(said)}th file from file i on, so all need the same list. The order in which a folder is listed may "
-            "be another one on each machine: sort it, sorted(folder.glob(…))."
+            f"on rank 0 and {other or 'missing'} on rank {odd[0]}. Under AutoShardPolicy.FILE process i reads the "
+            f"files i, i + {len(said)}, …, so all need the same list. The order in which a folder is listed may be "
+            "another one on each machine: sort it, sorted(folder.glob(…))."
         )
 
 
