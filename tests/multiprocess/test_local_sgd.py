@@ -22,6 +22,7 @@ from tests.support.local_steps import (
     local_sgd,
     rates_by_hand,
     rates_of_a_wrapper,
+    rounds_after_a_failure,
 )
 from tests.support.replicas import EVERY_LINE
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
@@ -94,6 +95,10 @@ def change_more_on_rank_0(collectives: str) -> None:
 @pytest.mark.parametrize("collectives", COLLECTIVES)
 def test_what_the_program_changes_otherwise_on_each_rank(two_processes: Workers, collectives: str) -> None:
     two_processes.run(change_more_on_rank_0, collectives)
+
+
+def test_a_run_whose_end_of_a_round_raised_does_not_count(two_processes: Workers) -> None:
+    assert two_processes.run(rounds_after_a_failure, None) == [1, 1]
 
 
 def train_at_rates() -> Found:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -240,3 +241,40 @@ def local_sgd(replicas: int | None, period: int = 3, **options: Any) -> Any:
     """``replicas``: in this process; None: as it was launched."""
     devices = None if replicas is None else [f"cpu:{index}" for index in range(replicas)]
     return ts.LocalSGDStrategy(devices, period=period, **options)
+
+
+class FailsAtFirst(ts.policy.LocalUpdate):
+    """Ends rounds of exactly two steps, and raises there until it is told not to."""
+
+    fails = True
+    rounds = 0
+
+    def ends_round(self, steps: int) -> bool:
+        return steps == 2
+
+    def end_round(self, replica: ts.policy.Replica) -> None:
+        if self.fails:
+            raise ValueError("not yet")
+        self.rounds += 1
+
+
+class FailsAtFirstStrategy(ts.Strategy):
+    def __init__(self, devices: list[str] | None) -> None:
+        self.policy = FailsAtFirst()
+        ts.policy.place(self, self.policy, devices)
+
+
+def rounds_after_a_failure(devices: list[str] | None) -> int:
+    """How many a process has ended two runs after the one in which the end of a round raised."""
+    strategy = FailsAtFirstStrategy(devices)
+    try:
+        mine = Training(strategy, KIND)
+        first, second, *others = batches(4, 2)
+        mine.train([first])
+        with pytest.raises(ValueError, match="not yet"):
+            mine.train([second])
+        strategy.policy.fails = False
+        mine.train(others)
+        return strategy.policy.rounds
+    finally:
+        strategy.close()

@@ -25,6 +25,7 @@ from tests.support.local_steps import (
     local_sgd,
     rates_by_hand,
     rates_of_a_wrapper,
+    rounds_after_a_failure,
     values,
 )
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
@@ -122,6 +123,10 @@ def test_every_replica_needs_rows() -> None:
         with pytest.raises(InvalidArgumentError, match="no rows for replica 1 of 2"):
             mine.train([tuple(part[:1] for part in batches(1, 2)[0])])  # type: ignore[list-item]
         assert mine.values() == before
+
+
+def test_a_run_whose_end_of_a_round_raised_does_not_count() -> None:
+    assert rounds_after_a_failure(["cpu:0", "cpu:1"]) == 2, "one of each replica"
 
 
 def test_a_run_that_raises_leaves_each_replica_what_its_own_steps_made() -> None:

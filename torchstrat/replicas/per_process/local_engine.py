@@ -106,7 +106,12 @@ class LocalProcessReplica(PerProcessReplica):
             self._streams.end()
         roster = self._rosters.now()
         leave_graph(roster.tensors)
-        if self._rounds.end_run(self._world, roster):
+        try:
+            has_ended = self._rounds.end_run(self._world, roster)
+        except BaseException:
+            self._rounds.undo_run()
+            raise
+        if has_ended:
             self._become_alike()
         self._keep()
         return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
