@@ -191,7 +191,9 @@ class Sealer:
 
     def __init__(self, secret: bytes, incarnation: str) -> None:
         if not secret:
-            raise InvalidArgumentError("the cluster's secret is empty; give at least 16 random bytes.")
+            raise InvalidArgumentError(
+                f"the cluster's secret is empty; give at least {MINIMAL_SECRET_BYTES} characters."
+            )
         self._key = hmac.digest(secret, _LABEL, "sha256")
         self._incarnation = _name(incarnation)
         self._lock = threading.Lock()

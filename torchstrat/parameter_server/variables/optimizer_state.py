@@ -33,6 +33,7 @@ from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, Wrong
 from torchstrat.core.optimizers import Gradients, Kind, Tier, hyperparameters, is_listed, kind_of, kind_of_class
 from torchstrat.core.tensor_bytes import memory_of
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
+from torchstrat.parameter_server.serialization.plain import are_equal
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, parts_of, sparse_rows
 from torchstrat.parameter_server.variables.cached_state import CachedState, of_parameters, tensors_in
 from torchstrat.parameter_server.variables.placement import pieces
@@ -210,10 +211,7 @@ def _is_shared(state: RemoteOptimizerState) -> bool:
 
 
 def _are_equal(one: StateOfShard, other: StateOfShard) -> bool:
-    return one.keys() == other.keys() and all(
-        bool(torch.equal(value, other[name])) if isinstance(value, torch.Tensor) else bool(value == other[name])
-        for name, value in one.items()
-    )
+    return one.keys() == other.keys() and all(are_equal(value, other[name]) for name, value in one.items())
 
 
 def has_begun(optimizer: Optimizer, kind: Kind) -> bool:
