@@ -399,6 +399,23 @@ class InterruptedSaveError(Exception):
     pass
 
 
+@pytest.mark.parametrize("of_module", [False, True])
+def test_what_is_expanded_is_refused_before_anything_changes(of_module: bool, tmp_path: Path) -> None:
+    def job(value: torch.Tensor) -> dict[str, Any]:
+        module = nn.Module()
+        module.register_buffer("value", value)
+        return {"before": torch.zeros(2), "one": module if of_module else value}
+
+    Checkpoint(**{**job(torch.ones(2, 3)), "before": torch.ones(2)}).save(tmp_path / "saved")
+    objects = job(torch.zeros(1, 3).expand(2, 3))
+    with pytest.raises(InvalidArgumentError, match=r"one.*of shape \(2, 3\) is expanded.*\.clone\(\)"):
+        Checkpoint(**objects).restore(tmp_path / "saved")
+    assert not objects["before"].any()
+    skipped = Checkpoint(**objects).restore(tmp_path / "saved", strict=False)
+    assert skipped.mismatched_keys == ["one.value" if of_module else "one"]
+    assert objects["before"].all()
+
+
 class Unpicklable:
     def __reduce__(self) -> Any:
         raise InterruptedSaveError

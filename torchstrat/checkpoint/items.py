@@ -173,6 +173,13 @@ def expect(stored: Stored, piece: Piece, dtype: torch.dtype | None, comparison: 
     return True
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether it is expanded, so that nothing can be written to it."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class _Part:
     """A tensor of a module, or a shard of a `ShardedVariable`. ``key``: in the module's state_dict; None: a shard."""
@@ -261,6 +268,7 @@ class TensorsItem:
         missing = {part: other for part, other in elsewhere.items() if takes(part.piece.key)}
         wanted = dict.fromkeys(missing.get(part, part) for part in self.parts if takes(part.piece.key))
         parts = [part for part in wanted if expect(stored, part.piece, _dtype(part.holder), comparison)]
+        parts = [part for part in parts if self._expect_own_elements(part, comparison)]
         others = [path for path in self._values if takes(key_of(path))]
         others = [path for path in others if self._expect_value(stored, path, comparison)]
         for key in sorted(stored.under(self.name).keys() - set(self.names())):
@@ -283,6 +291,21 @@ class TensorsItem:
             remote,
             problems=lambda values: self._compared(others, values[len(here) :]),
         )
+
+    def _expect_own_elements(self, part: _Part, comparison: Comparison) -> bool:
+        """Whether it can be written to, as far as PyTorch says before it does; a module that converts what it loads may
+        replace what it has."""
+        convert = (name for name, _, _ in converters(self._value)) if self.is_module else ()
+        if not isinstance(part.holder, torch.Tensor) or not shares_elements(part.holder):
+            return True
+        if any(is_under(part.key or "", name) for name in convert):
+            return True
+        comparison.differs(
+            part.piece.key,
+            f"{part.piece.key} of shape {tuple(part.holder.shape)} is expanded in the program: several of its elements "
+            "are one place in memory, which takes no values of theirs; make it a .clone()",
+        )
+        return False
 
     def _under_other_names(self, stored: Stored) -> dict[_Part, _Part]:
         """The parts that the checkpoint does not have under their own name, each with one that is the same tensor."""
