@@ -231,6 +231,22 @@ def test_going_back_to_an_earlier_step(tmp_path: Path, caplog: pytest.LogCapture
     assert visible(tmp_path) == sorted([*names(1, 2), *aside])
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_after_going_back_leaves_later_ones_where_they_were(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    with ts.CheckpointManager(tmp_path) as manager:
+        job = Job(manager, 1, 2, 3)
+        job.restored(step=1)
+        with full_disk(), pytest.raises(InvalidArgumentError):
+            job.save(2, asynchronous=asynchronous).result()
+        with contextlib.suppress(InvalidArgumentError):
+            job.manager.save(ts.Checkpoint(weight=torch.empty(3, device="meta")), 2)
+        assert visible(tmp_path) == names(1, 2, 3)
+        job.save(2)
+        assert job.steps == [1, 2]
+
+
 def test_a_step_that_is_not_there_or_damaged(tmp_path: Path) -> None:
     with ts.CheckpointManager(tmp_path) as manager:
         job = Job(manager)

@@ -34,14 +34,14 @@ class PendingSaves:
         self._saves: list[tuple[SaveHandle, threading.Event]] = []
         self.complaints: list[str] = []
 
-    def add(self, handle: SaveHandle, then: Callable[[], None]) -> None:
-        """``then`` is called when it has succeeded, by the thread that writes; it counts as a part of the save."""
+    def add(self, handle: SaveHandle, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        """``then`` is called when it has succeeded, ``otherwise`` when it has failed, by the thread that writes; they
+        count as parts of the save."""
         ended = threading.Event()
 
         def end(done: SaveHandle) -> None:
             try:
-                if _error_of(done) is None:
-                    then()
+                (then if _error_of(done) is None else otherwise)()
             finally:
                 ended.set()
 
@@ -165,6 +165,7 @@ class CheckpointManager:
         self._lock = WriterLock(self.directory)
         self._pending = PendingSaves()
         self._left_behind: set[int] = set()  # steps later than the restored one: no part of this training any more
+        self._aside: dict[int, Path] = {}  # what the save that is under way has put aside
         self._closed = False
 
     # -- what is there ----------------------------------------------------------------------------------------------
@@ -230,11 +231,15 @@ class CheckpointManager:
         call = f"CheckpointManager.save of {names_of(checkpoint.objects)} to {path}"
         with all_processes(call, checkpoint.objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
-            processes.of_first(lambda: self._prepare(step), f"saving {path}")
-            handle = checkpoint.save(path, asynchronous=asynchronous)
+            try:
+                processes.of_first(lambda: self._prepare(step), f"saving {path}")
+                handle = checkpoint.save(path, asynchronous=asynchronous)
+            except BaseException:
+                self._put_back()
+                raise
         delete_old = self._delete_old if processes.is_first else lambda: None
         if asynchronous:
-            self._pending.add(handle, delete_old)
+            self._pending.add(handle, delete_old, self._put_back)
         else:
             delete_old()
         self._tell_complaints()
@@ -268,13 +273,22 @@ class CheckpointManager:
                     f"aside: {error}"
                 ) from error
             if aside is not None:
+                self._aside[step] = aside
                 name = self._numbered.path(step)
                 logger.warning("%s is no part of this training any more; it is %s now.", name, aside.name)
         self._left_behind.clear()
 
+    def _put_back(self) -> None:
+        """What a save that has failed had put aside; the next one puts it aside again."""
+        for step, aside in self._aside.items():
+            self._numbered.put_back(step, aside)
+        self._left_behind.update(self._aside)
+        self._aside.clear()
+
     # -- deleting ---------------------------------------------------------------------------------------------------
 
     def _delete_old(self) -> None:
+        self._aside.clear()
         if self._max_to_keep is None:
             return
         try:

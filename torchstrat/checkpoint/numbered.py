@@ -106,6 +106,16 @@ class NumberedCheckpoints:
         disk.sync_folder(self.directory)
         return aside
 
+    def put_back(self, step: int, aside: Path) -> None:
+        """Where there is no other of this step by now."""
+        path = self.path(step)
+        try:
+            if not path.exists():
+                disk.rename(aside, path)
+                disk.sync_folder(self.directory)
+        except OSError as error:
+            self.complaints.append(f"{aside} cannot be put back as {path}: {error}")
+
 
 FINISHED = "finished.json"
 _DIRECTORIES = "TORCHSTRAT_CHECKPOINT_DIRECTORIES"
