@@ -60,6 +60,21 @@ def test_half_a_pair_that_is_used_up_meanwhile() -> None:
     assert np.random.randn(3).tolist() == expected
 
 
+def test_half_a_pair_that_a_program_puts_back_behind_the_same_words() -> None:
+    np.random.seed(2)
+    np.random.randn()
+    waiting = np.random.get_state()
+    expected = np.random.randn(3).tolist()
+    np.random.set_state(waiting)
+    np.random.randn()
+    draws = OwnDraws((1, 2), [])
+    for before in (lambda: None, lambda: np.random.set_state(waiting)):
+        before()
+        draws.enter(0, 0)
+        draws.leave()
+    assert np.random.randn(3).tolist() == expected
+
+
 def test_both_are_found() -> None:
     numpy = NumpyStream()
     numpy.state()

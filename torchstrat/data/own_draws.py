@@ -42,6 +42,7 @@ NUMPYS: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-def
 
 _WORDS = 624
 _SIZE = 4 * _WORDS + 4  # and the position among them
+_BEYOND_HEAD = type(NUMPYS).__basicsize__ - object.__basicsize__  # without the count of references
 
 
 class PythonStream:
@@ -69,25 +70,26 @@ class PythonStream:
 class NumpyStream:
     """The stream of the functions of ``numpy.random``.
 
-    What its words do not tell is whether the second of a pair of normal numbers is waiting: that is asked for where
-    they have changed.
+    What its words do not tell is whether the second of a pair of normal numbers is waiting. The object behind the
+    functions has that: it is asked for where the words or the object's bytes have changed.
     """
 
     def __init__(self) -> None:
         self._bits: np.random.BitGenerator | None = None
         self._address = 0
-        self._seen = b""
+        self._seen = (b"", b"")
 
     def state(self) -> object:
         if not self._found():
             return NUMPYS.get_state(legacy=False)
         here = ctypes.string_at(self._address, _SIZE)
-        if here == self._seen:
+        seen = here, ctypes.string_at(id(NUMPYS) + object.__basicsize__, _BEYOND_HEAD)
+        if seen == self._seen:
             return here
         state = NUMPYS.get_state(legacy=False)
         if state["has_gauss"]:
             return state
-        self._seen = here
+        self._seen = seen
         return here
 
     def put(self, state: Any) -> None:
@@ -108,7 +110,7 @@ class NumpyStream:
         """Whether the words are at hand; looked for again when NumPy has been given another bit generator."""
         bits = mtrand.get_bit_generator()
         if bits is not self._bits:
-            self._bits, self._seen = bits, b""
+            self._bits, self._seen = bits, (b"", b"")
             self._address = self._look(bits)
         return self._address != 0
 
