@@ -307,6 +307,25 @@ def test_rows_are_taken_out_of_columns_of_one_length() -> None:
         list(batches.unbatch())
 
 
+def test_rows_are_taken_out_of_columns_that_are_marked() -> None:
+    def mark(batch: torch.Tensor) -> dict[str, Any]:
+        rows = batch.expand(3, -1)
+        images = [torch.full((int(row),), 1) for row in batch]
+        marked = data.axis({"x": rows, "array": rows.numpy(), "sparse": rows.to_sparse()}, 1)
+        return {**marked, "images": data.examples(images), "plain": batch}
+
+    rows = ArrayDataset(torch.arange(1, 5)).batch(2).map(mark).unbatch()
+    found = list(rows)
+    for number, row in enumerate(found, 1):
+        assert [row[name].tolist() for name in ("x", "array")] == [[number] * 3] * 2
+        assert row["sparse"].to_dense().tolist() == [number] * 3
+        assert (len(row["images"]), row["plain"].item()) == (number, number)
+    assert len(found) == 4
+    specs: Any = rows.element_spec
+    shapes = {name: leaf.shape for name, leaf in specs.items()}
+    assert shapes == {"x": (3,), "array": (3,), "sparse": (3,), "images": (), "plain": ()}
+
+
 def test_a_batch_that_is_none_does_not_end_a_stream_of_rows() -> None:
     batches = ArrayDataset(torch.arange(6)).batch(2).map(lambda batch: None if 2 in batch else batch)
     with pytest.raises(WrongTypeError, match="no tensor and no array"):

@@ -8,6 +8,7 @@ policy asks of any dataset.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import os
@@ -282,11 +283,11 @@ class _Unbatch(_Transformed):
     def read(self, view: View) -> Iterator[nest.Nest]:
         for batch in map(rows.to_tensors, self.source.read(view)):
             for index in range(require_aligned(batch)):
-                yield rows.map_rows(operator.itemgetter(index), batch)
+                yield rows.map_rows(functools.partial(rows.row, index=index), batch)
 
     @property
     def element_spec(self) -> nest.Nest:
-        return nest.map_structure(lambda leaf: spec.TensorSpec(leaf.shape[1:], leaf.dtype), self.source.element_spec)
+        return nest.map_structure(spec.TensorSpec.of_row, self.source.element_spec)
 
     @property
     def cardinality(self) -> int:

@@ -272,6 +272,14 @@ def cut(leaf: Leaf, start: int, stop: int) -> Leaf:
     return _cut_along(leaf, 0, start, stop)
 
 
+def row(leaf: Leaf, index: int) -> object:
+    """One row of a leaf, without the dimension of rows and without its mark."""
+    if isinstance(leaf, Along):
+        tensor = isinstance(leaf.value, torch.Tensor)
+        return leaf.value.select(leaf.dim, index) if tensor else leaf.value[(slice(None),) * leaf.dim + (index,)]
+    return (leaf.value if isinstance(leaf, Examples) else leaf)[index]
+
+
 def _cut_list(values: Leaf, start: int, stop: int) -> Leaf:
     """A list or tuple of its class with some of its entries."""
     return nest.rebuild(values, list(values)[start:stop])

@@ -40,6 +40,11 @@ class TensorSpec:
             return self
         return replace(self, shape=(*self.shape[:dim], count, *self.shape[dim + 1 :]))
 
+    def of_row(self) -> TensorSpec:
+        """Of one row of the leaf; itself where it has none."""
+        dim = self.rows_dim
+        return self if dim is None else TensorSpec(self.shape[:dim] + self.shape[dim + 1 :], self.dtype)
+
 
 @dataclass(frozen=True)
 class PerReplicaSpec:
