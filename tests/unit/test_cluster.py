@@ -614,6 +614,13 @@ def test_no_job(environ: dict[str, str]) -> None:
     assert launched_job(environ) is None
 
 
+@pytest.mark.parametrize(("host", "written"), [("node0", "node0"), ("::1", "[::1]"), ("[fe80::2]", "[fe80::2]")])
+def test_where_ranks_of_mpi_meet(host: str, written: str) -> None:
+    job = launched_job({**MPI, "MASTER_ADDR": host})
+    assert job is not None
+    assert job.plan.init_method == f"tcp://{written}:29500"
+
+
 def test_mpi_does_not_say_where_ranks_meet() -> None:
     without = {name: value for name, value in MPI.items() if not name.startswith("MASTER")}
     with pytest.raises(ClusterConfigError, match=r"MASTER_ADDR.*MASTER_PORT.*TORCHSTRAT_INDEPENDENT=1"):

@@ -158,13 +158,13 @@ def _mpi(environ: Environment) -> LaunchedJob | None:
     variables.check(f"{names[1]}={environ[names[1]]} says that mpirun started this process", "Start it with mpirun.")
     if size == 1:
         return None
-    address = [environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
-    if None in address:
+    host, port = (environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if host is None or port is None:
         raise ClusterConfigError(
             f"mpirun started {size} processes, and nothing says where they meet: pass MASTER_ADDR (rank 0's host) and "
             "MASTER_PORT (a free port there) to all of them (mpirun -x MASTER_ADDR=… -x MASTER_PORT=…), start them "
             f"with torchrun, or set {INDEPENDENT_VARIABLE}=1 if each is a job of its own."
         )
-    where = "tcp://{}:{}".format(*address)
+    where = f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
     plan = ProcessPlan(rank, size, local_rank, local_size, where, local_size < size, f"rank {rank} of {size}", True)
     return LaunchedJob("mpirun", plan, None)
