@@ -220,6 +220,11 @@ class Checkpoints:
         """The checkpoint that was restored; None if the run begins."""
         resume = self._config.resume
         asked = None if resume in ("auto", "never") else Path(resume).expanduser().resolve()
+        if asked is not None and asked != own.directory.resolve() and not asked.exists():
+            raise InvalidArgumentError(
+                f"resume={resume}: there is nothing at {asked}. Give a checkpoint or a directory of some, "
+                "auto, or never."
+            )
         if resume == "auto" or asked == own.directory.resolve():
             restored = self._newest_of(own)
             if restored is None and asked is not None:
