@@ -500,8 +500,11 @@ def test_a_launcher_that_was_told_marks_what_has_ended(tmp_path: Path) -> None:
         job("b", 4)
         assert numbered.last_step(tmp_path / "a") is None
         job("empty", is_finished=False)
+        odd = ("with a\nline break", os.fsdecode(b"caf\xe9"))
+        for name in odd:
+            job(name, 6, is_finished=False)
         mark()
-    assert [numbered.last_step(tmp_path / name) for name in ("a", "b", "empty")] == [3, 4, None]
+    assert [numbered.last_step(tmp_path / name) for name in ("a", "b", "empty", *odd)] == [3, 4, None, 6, 6]
     job("a", 5, is_finished=False)  # nobody wants to know
     assert numbered.last_step(tmp_path / "a") is None
 

@@ -168,7 +168,7 @@ def tell(directory: Path) -> None:
     file = os.environ.get(_DIRECTORIES)
     if file is not None:
         with contextlib.suppress(OSError), open(file, "a", encoding="utf-8") as stream:
-            stream.write(f"{directory}\n")
+            stream.write(f"{json.dumps(str(directory))}\n")  # a name may have line breaks, or be of no encoding
 
 
 @contextlib.contextmanager
@@ -189,8 +189,9 @@ def told_directories() -> Iterator[Callable[[], None]]:
 
 def _mark_told(file: Path) -> None:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    for directory in map(Path, dict.fromkeys(lines)):
-        with contextlib.suppress(InvalidArgumentError):  # what cannot be marked is waited for, as before
+    for line in dict.fromkeys(lines):
+        with contextlib.suppress(ValueError):  # what cannot be read or marked is waited for, as before
+            directory = Path(json.loads(line))
             steps = NumberedCheckpoints(directory).steps()
             if steps and last_step(directory) is None:
                 mark_finished(directory, steps[-1])
