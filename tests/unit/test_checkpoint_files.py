@@ -503,8 +503,13 @@ def test_a_launcher_that_was_told_marks_what_has_ended(tmp_path: Path) -> None:
         odd = ("with a\nline break", os.fsdecode(b"caf\xe9"))
         for name in odd:
             job(name, 6, is_finished=False)
+        job("replaced", 7, is_finished=False)
+        (tmp_path / "replaced").rename(tmp_path / "elsewhere")
+        (tmp_path / "replaced").write_text("no folder")
         mark()
     assert [numbered.last_step(tmp_path / name) for name in ("a", "b", "empty", *odd)] == [3, 4, None, 6, 6]
+    with pytest.raises(InvalidArgumentError, match=r"the end of training cannot be marked in .*replaced"):
+        numbered.mark_finished(tmp_path / "replaced", 7)
     job("a", 5, is_finished=False)  # nobody wants to know
     assert numbered.last_step(tmp_path / "a") is None
 

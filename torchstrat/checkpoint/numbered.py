@@ -138,7 +138,8 @@ def mark_finished(directory: Path, step: int) -> None:
     except OSError as error:
         raise InvalidArgumentError(f"the end of training cannot be marked in {directory}: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where it could not be written, it may be no place to delete from either
+            unfinished.unlink(missing_ok=True)
 
 
 def clear_finished(directory: Path) -> None:
