@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import torchstrat as ts
 from tests.support.parameter_servers import PerTensor
 from tests.support.replicas import cpus
 from torchstrat import Ftrl
-from torchstrat.core import optimizers
+from torchstrat.core import _torch_private, optimizers
 from torchstrat.core.optimizers import (
     UNKNOWN,
     Gradients,
@@ -620,3 +621,35 @@ def step_once(optimizer: optim.Optimizer) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+
+
+def test_a_compiled_step_that_raises_does_not_have_later_ones_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raising(torch.optim.SGD):
+        is_broken = True
+
+        def step(self, closure: Any = None) -> None:
+            if self.is_broken:
+                raise KeyError("in the step")
+
+    def next_function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    graphs: list[object] = []
+    before = _torch_private.before_step(lambda _, args, kwargs: (args, kwargs))
+    monkeypatch.setitem(_torch_private.optimizer_pre_hooks, -1, before)
+    monkeypatch.setitem(_torch_private.optimizer_post_hooks, -1, _torch_private.after_step(lambda *_: None))
+    optimizer = Raising([nn.Parameter(torch.ones(2))])
+    compiled = torch.compile(
+        lambda x: (optimizer.step(), next_function(x))[1],
+        backend=lambda graph, _: graphs.append(graph) or graph.forward,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(KeyError):
+            compiled(torch.ones(2))
+        optimizer.is_broken = False
+        optimizer.step()
+        assert next_function(torch.zeros(2)).tolist() == [1, 1]
+        assert not graphs
+        compiled(torch.ones(2))
+    assert graphs, "what follows the step is compiled"

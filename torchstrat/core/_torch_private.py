@@ -10,7 +10,6 @@ import functools
 import importlib
 import operator
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -333,7 +332,10 @@ def _left_alone(function: Function, inner: object) -> Function:
     return function
 
 
-_paused: dict[tuple[int, int], object] = {}  # by thread and optimizer: what compiled until our hook gave another step
+class _Uncompiled(dict[str, object]):
+    """The keywords of a step that a hook of ours gave, with what compiled until then: gone if the step raises."""
+
+    compiling: object = None
 
 
 def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,9 +349,11 @@ def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             if instead is None:
                 _set_eval_frame(compiling)
-            elif compiling is not None:
-                _paused.setdefault((threading.get_ident(), id(optimizer)), compiling)
-        return instead
+        if instead is None or (paused := getattr(kwargs, "compiling", compiling)) is None:
+            return instead
+        given = _Uncompiled(instead[1])
+        given.compiling = paused
+        return instead[0], given
 
     vars(before).update(_torchdynamo_disable=True)
     return before
@@ -363,9 +367,7 @@ def after_step(hook: Callable[..., None]) -> Callable[..., None]:
         try:
             hook(optimizer, args, kwargs)
         finally:
-            if _paused:
-                compiling = _paused.pop((threading.get_ident(), id(optimizer)), compiling)
-            _set_eval_frame(compiling)
+            _set_eval_frame(getattr(kwargs, "compiling", compiling))
 
     vars(after).update(_torchdynamo_disable=True)
     return after
