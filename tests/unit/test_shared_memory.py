@@ -431,6 +431,8 @@ FLAT = torch.zeros(10)
         ([FLAT, FLAT], True),
         ([FLAT, FLAT[2:3]], True),
         ([FLAT[8:], FLAT[:2], FLAT[2:8]], False),
+        ([FLAT[:8:2], FLAT[6:]], True),
+        ([FLAT[:4:2], FLAT[4:]], False),
     ],
 )
 def test_gradients_that_share_memory(tensors, shared):

@@ -32,6 +32,7 @@ from torchstrat.core._torch_private import (
 )
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
+from torchstrat.core.tensor_bytes import extent
 
 
 class GradientSink(Protocol):
@@ -296,13 +297,20 @@ def repeats_elements(tensor: torch.Tensor) -> bool:
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
     """Whether some of these, all dense, may have elements in common, as PyTorch lets gradients of ``a + b`` have: what
     is done to one of them in place is done to another."""
-    sizes = {gradient.data_ptr(): gradient.nbytes for gradient in gradients}
+    sizes = {gradient.data_ptr(): _span(gradient) for gradient in gradients}
     end = 0
     for start in sorted(sizes):
         if start < end:
             return True
         end = start + sizes[start]
     return len(sizes) < len(gradients)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many bytes lie between the first and the last in memory, with both."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return extent(tensor) * tensor.element_size()
 
 
 def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
