@@ -44,8 +44,12 @@ def assignments(kind: str) -> dict[str, Any]:
             flag = ts.Variable(strategy.is_chief)
             variables = {kind: ts.Variable(10.0, aggregation=kind) for kind in (SUM, MEAN, FIRST)}
             table = ts.Variable(torch.zeros(3, 1), aggregation=SUM)
+            signed = ts.Variable([-0.0, 0.0])
+            turned = ts.Variable(torch.complex(torch.tensor([-0.0, 0.0]), torch.tensor([0.0, -0.0])))
             count, seen = ts.Variable(1, aggregation=FIRST), ts.Variable(0, aggregation=SUM)
         found: dict[str, Any] = {"initial": started.read_value(), "flag": bool(flag)}
+        found["signs"] = torch.signbit(signed.read_value())
+        found["signs of complex"] = torch.signbit(torch.view_as_real(turned.read_value()))
 
         def step() -> torch.Tensor:
             for variable in variables.values():
@@ -75,6 +79,8 @@ def test_assignments_are_combined_over_processes(kind: str, two_processes: Worke
     assert all(number < 1 for number in first.pop("initial"))
     assert first == {
         "flag": True,
+        "signs": [True, False],
+        "signs of complex": [[True, False], [False, True]],
         "in run": 13.0,
         "SUM": 13.0,
         "MEAN": 11.0,

@@ -449,12 +449,14 @@ def spans_processes(engine: ReplicaEngine) -> bool:
 
 
 def from_first_replica(engine: ReplicaEngine, local: torch.Tensor) -> torch.Tensor:
-    """Replica 0's ``local`` on every process, outside of a replica's code: a sum to which the others bring zeros, so
-    that each process handles one copy, not one per replica. In one process ``local`` is replica 0's already."""
+    """Replica 0's ``local`` on every process, outside of a replica's code: a sum to which the others bring -0.0,
+    which changes no number, 0.0 and -0.0 neither, so that each process handles one copy, not one per replica. In one
+    process ``local`` is replica 0's already."""
     if not spans_processes(engine):
         return local
-    carrier = local.to(torch.uint8) if local.dtype == torch.bool else local
+    numbers = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+    carrier = numbers.to(torch.uint8) if numbers.dtype == torch.bool else numbers
     replicas = engine.local_replicas
-    share = carrier if replicas[0] == 0 else torch.zeros_like(carrier)
+    share = carrier if replicas[0] == 0 else torch.full_like(carrier, -0.0)
     total: torch.Tensor = engine.reduce(ReduceOp.SUM, PerReplica((share,), replica_ids=replicas), None)
-    return total.to(local)
+    return torch.view_as_complex(total.to(numbers)) if local.is_complex() else total.to(local)
