@@ -261,6 +261,8 @@ def test_one_value_for_all_replicas(strategy: ts.Strategy, value: Any) -> None:
     v = variable(strategy, [1.0], aggregation=SUM)
     with pytest.raises(ValueError, match="adding up a value that is the same everywhere is ambiguous"):
         strategy.run(lambda: v.assign_add(value))
+    with pytest.raises(ValueError, match=r"a float of Python, .* once or once per replica is ambiguous"):
+        strategy.run(lambda: v.assign_add(float(number())))
     assert v.tolist() == [1]
     v = variable(strategy, 0.0, aggregation=MEAN)
     strategy.run(lambda: v.assign(float(number())))

@@ -301,10 +301,10 @@ def merge_values(
         return to_tensor(first, dtype, call)
     if all(value is first for value in values) or all(is_python_value(value) and value == first for value in values):
         if aggregation is VariableAggregation.SUM and not (isinstance(first, np.ndarray) and not np.any(first)):
-            raise same_everywhere(call, first)
+            raise plain_number(call, first) if is_python_value(first) else same_everywhere(call, first)
         return to_tensor(first, dtype, call)
     if aggregation is VariableAggregation.SUM and is_python_value(first):
-        raise same_everywhere(call, first)
+        raise plain_number(call, first)
     return _reduce(aggregation, call, [to_tensor(value, dtype, call) for value in values])
 
 
@@ -325,7 +325,7 @@ def exchange_values(
     tensor = to_tensor(value, dtype, call).to(device)
     if is_python_value(value):
         if aggregation is VariableAggregation.SUM:
-            raise same_everywhere(call, value)
+            raise plain_number(call, value)
         rows = engine.all_gather(tensor.unsqueeze(0), 0)
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA or bool((rows == rows[0]).all()):
             return _detached(rows[0])
@@ -380,6 +380,14 @@ def same_everywhere(call: str, value: object) -> InvalidArgumentError:
         f"{call} got {value!r:.80} on every replica for a variable with aggregation SUM: adding up a value that is the "
         "same everywhere is ambiguous. Pass a tensor computed by each replica, assign outside of run, or use "
         "aggregation MEAN or ONLY_FIRST_REPLICA."
+    )
+
+
+def plain_number(call: str, value: object) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{call} got {value!r:.80}, a {type(value).__name__} of Python, for a variable with aggregation SUM: whether "
+        "it is to count once or once per replica is ambiguous. Pass a tensor computed by each replica, assign outside "
+        "of run, or use aggregation MEAN or ONLY_FIRST_REPLICA."
     )
 
 
