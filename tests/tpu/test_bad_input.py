@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
 from tests.support.tpu import Doubled
@@ -70,6 +73,30 @@ def test_steps_that_are_refused(
     with pytest.raises(ContextError, match=r"float\(tensor\)"):
         strategy.run(lambda x: x * float(layer.bias), args=(batch,))
     assert len(strategy.compilations) == before
+
+
+@pytest.mark.parametrize(
+    ("use", "remedy"),
+    [
+        (lambda made, _: nn.utils.clip_grad_norm_(made.layer.parameters(), 1.0, float("inf")), "get_total_norm"),
+        (lambda made, _: made.average.update_parameters(made.layer), "Call update_parameters outside of run"),
+        (lambda made, x: made.norm(x), "Give the layer a momentum"),
+    ],
+)
+def test_what_reads_tensors_for_a_step_is_refused_with_what_to_do(
+    strategy: ts.TPUStrategy, use: Callable[[Any, torch.Tensor], Any], remedy: str
+) -> None:
+    with strategy.scope():
+        layer = nn.Linear(3, 1)
+        made = SimpleNamespace(layer=layer, average=AveragedModel(layer), norm=nn.BatchNorm1d(3, momentum=None))
+    (batch,) = strategy.distribute_dataset([torch.ones(16, 3)])
+
+    def step(x: torch.Tensor) -> None:
+        layer(x).sum().backward()
+        use(made, x)
+
+    with pytest.raises(ContextError, match=rf"{re.escape(__file__)}:\d+, in .*{remedy}"):
+        strategy.run(step, args=(batch,))
 
 
 def test_a_step_that_failed_has_left_nothing_behind() -> None:

@@ -24,7 +24,7 @@ from torchstrat.core._torch_private import own_buffers, untouched_by_surrounding
 from torchstrat.core.errors import TorchstratError, UnsupportedError
 from torchstrat.sharding.tpu._functorch_private import leave_levels
 
-_NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
+_NOT_THE_USERS = (__name__.partition(".")[0], "torch", "torch_xla", "contextlib")
 
 
 def current_place() -> str:
@@ -36,6 +36,26 @@ def place_of(error: BaseException) -> str:
     """The innermost such line that ``error`` came through."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return _first_of_user(reversed(frames), {id(f): line for f, line in traceback.walk_tb(error.__traceback__)})
+
+
+_READERS = {
+    "torch.optim.swa_utils": "Call update_parameters outside of run, where it averages what the step has left.",
+    "torch.nn.modules.batchnorm": "Give the layer a momentum: without one it counts its batches on the host.",
+    "torch_xla._patched_functions": "Clip with total = torch.nn.utils.get_total_norm([p.grad for p in parameters], "
+    "norm_type) and torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total).",
+}
+"""Modules that read a tensor for their caller, who cannot write what they do in another way."""
+
+
+def instead_of_read() -> str:
+    """What to change where a step reads a tensor, on the line that `current_place` names."""
+    for frame in _outwards(inspect.currentframe()):
+        module = frame.f_globals.get("__name__", "")
+        if module in _READERS:
+            return _READERS[module]
+        if module.partition(".")[0] not in _NOT_THE_USERS:
+            break
+    return "Return the tensor and read it outside of run, or write the condition with torch.where."
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

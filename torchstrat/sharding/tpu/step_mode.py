@@ -26,7 +26,7 @@ from torchstrat.sharding.tpu.backward import Tensors
 from torchstrat.sharding.tpu.draws import Draws, is_draw
 from torchstrat.sharding.tpu.edits import Edits, edits_of_each, is_edit, written
 from torchstrat.sharding.tpu.lanes import Arguments, Function, Options, TensorSet, steps_own_tensors
-from torchstrat.sharding.tpu.limits import current_place, named, require_possible
+from torchstrat.sharding.tpu.limits import current_place, instead_of_read, named, require_possible
 from torchstrat.sharding.tpu.number_kinds import Pairs, is_any_complex, lowered, members, of_complex
 from torchstrat.sharding.tpu.rewrites import Rewrites
 
@@ -480,8 +480,7 @@ def _backward_calls(target: Callable[..., None]) -> Iterator[None]:
 def _hidden_read(what: str) -> ContextError:
     return ContextError(
         f"{what} in a step needs a value that is not there yet: on this strategy a step is recorded for all replicas, "
-        f"compiled, and run when it has returned. It is at {current_place()}. Return the tensor and read it outside "
-        "of run, or write the condition with torch.where."
+        f"compiled, and run when it has returned. It is at {current_place()}. {instead_of_read()}"
     )
 
 
