@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -342,6 +343,32 @@ def test_gradients(body: Callable[[nn.Linear, torch.Tensor], Any], counts: tuple
         return [found, [(p, p.grad) for p in layer.parameters() if p.grad is not None], list(layer.parameters())]
 
     assert_as_mirrored(program, replicas=len(counts))
+
+
+class Raising(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ValueError("no step")
+
+
+def test_a_step_goes_on_after_an_optimizers_that_raises() -> None:
+    def trained(kind: type[torch.optim.Optimizer]) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        with fake_tpu(2) as strategy:
+            with strategy.scope():
+                layer = nn.Linear(3, 2, dtype=torch.float64)
+            first, optimizer = kind(layer.parameters(), 0.1), torch.optim.SGD(layer.parameters(), 0.1)
+
+            def step(x: torch.Tensor) -> Any:
+                with contextlib.suppress(ValueError):
+                    first.step()
+                own_one = torch.zeros(3, dtype=x.dtype, requires_grad=True)
+                layer(x + own_one).square().mean().backward()
+                optimizer.step()
+                return own_one.grad
+
+            return seen(strategy.run(step, args=(rows_of((2, 2)),))), layer.weight.tolist()
+
+    assert trained(Raising) == trained(torch.optim.SGD)
 
 
 def test_an_optimizer_of_variables_and_of_tensors_of_the_step_is_refused() -> None:

@@ -98,12 +98,15 @@ class StepInProgress:
         though nobody has said so."""
         if self.frame is None:
             return False
-        frame = _innermost_step()
-        if frame is self.frame:
-            return False
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
+        return _innermost_step() is not self.frame and is_running(self.frame)
+
+
+def is_running(called: FrameType) -> bool:
+    """Whether a call is one of those that have led here. One that has raised is over."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not called:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _innermost_step() -> FrameType | None:

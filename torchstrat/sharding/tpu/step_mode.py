@@ -7,10 +7,12 @@ shape.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import ParamSpec
 
 import torch
@@ -21,7 +23,7 @@ from torchstrat.core._torch_private import DisableTorchFunction, is_any_autocast
 from torchstrat.core.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.core.optimizers import Tier, tier_of
 from torchstrat.core.tensor_classes import getter, setter
-from torchstrat.replicas.optimizer_step import closure_of, with_closure
+from torchstrat.replicas.optimizer_step import closure_of, is_running, with_closure
 from torchstrat.sharding.tpu.backward import Tensors
 from torchstrat.sharding.tpu.draws import Draws, is_draw
 from torchstrat.sharding.tpu.edits import Edits, edits_of_each, is_edit, written
@@ -192,7 +194,7 @@ class RecordedMode(TorchFunctionMode):
             raise _hidden_read(".to('cpu')")
         if func in _DYNAMIC and args and self.is_pending(args[0]):
             raise _dynamic_shape(_DYNAMIC[func])
-        if func in _FACTORIES and not _steps.calls and kwargs.get("device") is None:
+        if func in _FACTORIES and kwargs.get("device") is None and _steps.current() is None:
             kwargs["device"] = self._device
         return func(*args, **kwargs)
 
@@ -212,9 +214,11 @@ class RecordedMode(TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """The mode, and what a mode cannot see."""
-        _steps.calls.clear()  # an earlier step on this thread may have ended within an optimizer's
-        with self:
-            yield
+        try:
+            with self:
+                yield
+        finally:
+            _steps.calls.clear()  # the step may have ended within an optimizer's
 
 
 class StepMode(RecordedMode):
@@ -251,7 +255,7 @@ class StepMode(RecordedMode):
         self, func: Function, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if _steps.is_plain and func not in _READS:
+        if _steps.calls and _steps.current() and func not in _READS:
             return func(*args, **kwargs)  # a hundred calls that mean what they say
         result = super().__torch_function__(func, types, args, kwargs)
         self._lanes.notes.add(result)
@@ -384,26 +388,38 @@ class StepMode(RecordedMode):
 
 
 class _OptimizerSteps(threading.local):
-    """The steps that this thread is in. ``is_plain``: in one that works on variables and gradients only, which all
-    replicas share, and not in a closure of the user's."""
+    """The steps that this thread is in."""
 
     def __init__(self) -> None:
-        self.calls: list[bool] = []
+        self.calls: list[tuple[FrameType, bool]] = []
+        """Of `current`; those of steps that have raised, where the program went on, are passed over."""
         self.before: Callable[[torch.optim.Optimizer], None] | None = None
         """Called with every optimizer that is about to step."""
 
-    @property
-    def is_plain(self) -> bool:
-        return bool(self.calls) and self.calls[-1]
+    def current(self) -> bool | None:
+        """Whether the innermost step works on variables and gradients only, which all replicas share, and not in a
+        closure of the user's; None outside of steps."""
+        while self.calls:
+            frame, is_plain = self.calls[-1]
+            if is_running(frame):
+                return is_plain
+            self.calls.pop()
+        return None
+
+    def end(self, ended: FrameType) -> None:
+        """Nothing, for a step of another thread's that had begun before anybody watched."""
+        frames = [frame for frame, _ in self.calls]
+        if ended in frames:
+            del self.calls[frames.index(ended) :]
 
     def outside(self, closure: Callable[[], object]) -> object:
         """Code of the user's, which a step calls."""
-        self.calls.append(False)
+        frame = sys._getframe()
+        self.calls.append((frame, False))
         try:
             return closure()
         finally:
-            if self.calls:
-                self.calls.pop()
+            self.end(frame)
 
 
 _steps = _OptimizerSteps()
@@ -422,12 +438,11 @@ def optimizers_watched(stepped: Callable[[], object]) -> Iterator[None]:
         closure = closure_of(args, kwargs)
         # What others do with a closure's loss, which differs from lane to lane, is not known.
         is_plain = closure is None or tier_of(optimizer) is not Tier.ALL
-        _steps.calls.append(is_plain and not steps_own_tensors(optimizer))
+        _steps.calls.append((sys._getframe(1), is_plain and not steps_own_tensors(optimizer)))
         return closure and with_closure(optimizer, partial(_steps.outside, closure), args, kwargs)
 
     def leave(*_: object) -> None:
-        if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
-            _steps.calls.pop()
+        _steps.end(sys._getframe(1))
         stepped()
 
     handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
