@@ -422,6 +422,44 @@ def test_a_size_and_an_order_that_are_none(coordinator: ts.ClusterCoordinator) -
     leased.ledger.check(complete=False)
 
 
+def test_an_order_that_is_being_drawn_or_cannot_be_leaves_all_as_it_is(coordinator: ts.ClusterCoordinator) -> None:
+    """Its function is the program's: while it runs, other threads may look; where it raises, nothing has begun."""
+    looked: list[int] = []
+
+    def order(epoch: int) -> list[int]:
+        if epoch == 2:
+            raise OSError("no order")
+        if epoch:
+            other = threading.Thread(target=lambda: looked.append(leased.ledger.epoch), daemon=True)
+            other.start()
+            other.join(DEADLINE_SECONDS)
+        return list(range(ROWS))
+
+    leased = coordinator.create_leased_dataset(Rows, 50, shuffle=order, seed=3)
+    state = leased.state_dict()
+    for lease in leased:
+        coordinator.schedule(numbers, args=(lease,))
+    coordinator.join(DEADLINE_SECONDS)
+    iter(leased)
+    assert (looked, leased.ledger.epoch) == ([0], 1)
+    leased.load_state_dict({**state, "epoch": 1})
+    assert (looked, leased.ledger.epoch) == ([0, 1], 1)
+    at = leased.state_dict()
+    with pytest.raises(OSError, match="no order"):
+        leased.load_state_dict({**state, "epoch": 2, "seed": 5})
+    assert leased.state_dict() == at
+
+
+def test_another_size_of_batches_draws_no_order_again(coordinator: ts.ClusterCoordinator) -> None:
+    drawn: list[int] = []
+    leased = coordinator.create_leased_dataset(
+        Rows, 8, shuffle=lambda epoch: drawn.append(epoch) or range(ROWS), drop_last=True
+    )
+    leased.batch_size = 30
+    assert drawn == [0]
+    assert [list(lease.rows) for lease in leased] == [list(range(at, at + 30)) for at in (0, 30, 60)]
+
+
 class Broken(Rows):
     def __getitem__(self, index: int) -> int:
         raise OSError(f"row {index} cannot be read")

@@ -157,7 +157,7 @@ class LeasedDataset:
         self._numbers = itertools.count()
         self._handing_out = threading.RLock()  # around what is drawn from the order, which may be the user's code
         self._account = Account()
-        self._begin(Epoch(0, self._rows_of_epoch()))
+        self._begin(Epoch(0, self._rows_of_epoch()), seed)
 
     # -- handing out --------------------------------------------------------------------------------------------------
 
@@ -169,10 +169,11 @@ class LeasedDataset:
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         require_batch_size(batch_size)
-        with self._account.lock:
+        with self._handing_out, self._account.lock:
             self._batch_size = batch_size
-            if not self._account.epoch.handed_out:
-                self._begin(Epoch(self._account.epoch.number, self._rows_of_epoch()))  # another rest may be dropped
+            epoch, order = self._account.epoch, self._account.order
+            if not epoch.handed_out:  # another rest may be dropped, and nothing was drawn from the order
+                self._account.begin(Epoch(epoch.number, self._rows_of_epoch()), order)
 
     def __len__(self) -> int:
         """How many leases a whole epoch has with the present batch size, if no row has to come again."""
@@ -217,21 +218,25 @@ class LeasedDataset:
         """Wait for the functions that still have rows; begin the next epoch if all rows are finished then."""
         if not self._account.epoch.is_complete:
             self._join()
-        with self._account.lock:
-            if self._account.epoch.is_complete:
-                self.ledger.check()
-                self._begin(Epoch(self._account.epoch.number + 1, self._rows_of_epoch()))
+        with self._handing_out:
+            ledger = self.ledger
+            if ledger.is_complete:
+                ledger.check()
+                self._begin(Epoch(ledger.epoch + 1, self._rows_of_epoch()), self._seed)
 
-    def _begin(self, epoch: Epoch) -> None:
-        self._account.begin(epoch, self._order_of(epoch.number))
+    def _begin(self, epoch: Epoch, seed: int) -> None:
+        order = self._order_of(epoch.number, seed)  # which may be the user's code: it may raise, or take long
+        with self._account.lock:
+            self._seed = seed
+            self._account.begin(epoch, order)
 
     def _rows_of_epoch(self) -> int:
         return self.dataset_rows - (self.dataset_rows % self._batch_size if self._drop_last else 0)
 
-    def _order_of(self, epoch: int) -> RowOrder:
+    def _order_of(self, epoch: int, seed: int) -> RowOrder:
         if callable(self._shuffle):
             return DrawnOrder(self._shuffle(epoch), self.dataset_rows, epoch)
-        return ShuffledOrder(self.dataset_rows, self._seed, epoch) if self._shuffle else InOrder()
+        return ShuffledOrder(self.dataset_rows, seed, epoch) if self._shuffle else InOrder()
 
     # -- the account --------------------------------------------------------------------------------------------------
 
@@ -313,9 +318,8 @@ class LeasedDataset:
                 "load_state_dict, or restore it with ts.Checkpoint, which waits for them."
             )
         epoch = Epoch(state["epoch"], state["rows"], state["finished"], state["repeated"], state["returned"])
-        with self._account.lock:
-            self._seed = state["seed"]
-            self._begin(epoch)
+        with self._handing_out:
+            self._begin(epoch, state["seed"])
 
     def _kind_of_order(self) -> str:
         return "given" if callable(self._shuffle) else "shuffled" if self._shuffle else "as stored"
