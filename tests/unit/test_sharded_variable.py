@@ -204,6 +204,14 @@ def test_scatters_row_after_row(dtype: torch.dtype, data: st.DataObject, op: str
     assert_is(variable, expected)
 
 
+def test_shards_without_rows_are_divided_evenly_too() -> None:
+    none, two = sharded([0, 0]), sharded([1, 1, 0])
+    assert none.sparse_read(torch.zeros(0, dtype=torch.int64)).shape == (0, 2)
+    assert_is(none.scatter_add(sparse(torch.zeros(0, dtype=torch.int64), ones(0, 2), (0, 2))), whole_of([0]))
+    assert torch.equal(two.sparse_read(torch.tensor([1, 0])), whole_of([2]))
+    assert_is(two.scatter_add(sparse([1], ones(1, 2), (2, 2))), whole_of([2]) + torch.tensor([[0.0], [1.0]]))
+
+
 def test_a_scatter_reaches_only_the_shards_with_rows_in_it() -> None:
     variable, shards = remote([3, 3, 2])
     variable.scatter_add(sparse([6, 1, 6], ones(3, 2), (8, 2)))
@@ -228,6 +236,8 @@ def test_a_scatter_reaches_only_the_shards_with_rows_in_it() -> None:
         # Rows are only edited where partitioners would divide them so.
         ([1, 4, 2], lambda v: v.scatter_add(sparse([0], ones(1, 2), (7, 2))), UnsupportedError, r"\[1, 4, 2\] rows"),
         ([1, 4, 2], lambda v: v.sparse_read(torch.tensor([0])), UnsupportedError, "sparse_read"),
+        ([0, 0], lambda v: v.sparse_read(torch.tensor([0])), IndexError, r"ids\[0\] is 0, which is not in \[0, 0\)"),
+        ([0, 0], lambda v: v.scatter_add(sparse([0], ones(1, 2), (1, 2))), IndexError, r"ids\[0\] is 0"),
         ([3, 2], lambda v: v.sparse_read(torch.tensor([4, 5])), IndexError, r"ids\[1\] is 5"),
         ([3, 2], lambda v: v.sparse_read(torch.tensor([[4]])), InvalidArgumentError, "shape"),
         ([3, 2], lambda v: v.sparse_read(torch.tensor([1.0])), WrongTypeError, "int32 or int64"),

@@ -269,7 +269,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
         if ids.dim() != 1:
             raise InvalidArgumentError(f"{call} needs row numbers of shape (n,); got shape {tuple(ids.shape)}.")
         sizes = [stop - start for start, stop in self._spans]
-        if list(self._spans) != _even(self._shape[0], len(sizes)):
+        if sizes != sorted(sizes, reverse=True) or sizes[0] - sizes[-1] > 1:
             raise UnsupportedError(
                 f"{call} needs shards that divide the rows evenly, the first of them the larger; this ShardedVariable "
                 f"has shards of {sizes} rows. Edit them through .variables, or cut it as partitioners do."
@@ -301,10 +301,6 @@ def _no_such_attribute(name: str) -> NoReturn:
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """The parts as one tensor of its own, where the first one is."""
     return torch.cat([part.to(parts[0].device) for part in parts])
-
-
-def _even(rows: int, shards: int) -> list[RowSpan]:
-    return row_offsets(rows, shards) if rows else []
 
 
 def _check_is_variable(shard: Any) -> None:
