@@ -314,6 +314,19 @@ def test_under_every_other_strategy_the_step_is_the_same(row: contract.Row | Non
     assert losses(ahead=True) == losses(ahead=False)
 
 
+def test_on_the_coordinator_nobody_is_asked() -> None:
+    """Where its copy is behind, too: what reads that one has all of the table sent."""
+    with job() as one:
+        one.run(lambda table: table.backward(1) or table.optimizer.step(), one.table)
+        whole = one.cluster.network.record("ps.read")
+        ts.prefetch_rows(one.table, torch.tensor([1, 2]))
+        ts.prefetch_rows(one.table.weight, torch.tensor([1, 2]))
+        assert whole == []
+        assert one.asked == [[1]]
+        assert one.table.weight[1].tolist() == [2.0, 2.0]
+        assert whole != [], "the copy was behind"
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
 from torchstrat.core import context
 from torchstrat.core._torch_private import sparse_indices, sparse_values
@@ -256,7 +256,7 @@ def prefetch_rows(table: nn.Embedding | nn.EmbeddingBag | torch.Tensor, ids: tor
     if not isinstance(ids, torch.Tensor) or ids.dtype not in ID_DTYPES:
         given = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
         raise WrongTypeError(f"prefetch_rows got {given} as ids; give it a tensor of torch.int32 or torch.int64.")
-    if has_torch_function_unary(weight):  # a worker's table
+    if getattr(type(weight), "is_read_by_rows", False):  # others that PyTorch asks would bring all of their values
         handle_torch_function(prefetch_rows, (weight,), weight, ids)
 
 

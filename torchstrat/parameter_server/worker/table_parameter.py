@@ -198,6 +198,7 @@ class TableParameter(WatchedParameter):
     """A table of the shape of ``spec``, whose rows come by ``lookups``."""
 
     is_asked_below_python: ClassVar[bool] = True
+    is_read_by_rows: ClassVar[bool] = True
     spec: VariableSpec
     lookups: TableLookups
     rows_asked_for_sparse: bool
