@@ -190,6 +190,13 @@ def test_all_forms_of_ids_and_weights_mean_the_same(form: Any, weights: Any) -> 
     assert torch.allclose(found, torch.stack([FIVE[0] + 3 * FIVE[3], 2 * FIVE[4], 0 * FIVE[0], 0.5 * FIVE[1]]))
 
 
+@pytest.mark.parametrize("one", [np.float32, np.int64, torch.tensor])
+def test_three_numbers_are_three_weights(one: Any) -> None:
+    """And not indices, weights and a shape."""
+    found = embedding_lookup_sparse(sharded([3, 2]), ([0, 3, 4], [0, 2]), [one(1), one(3), one(2)], combiner="sum")
+    assert torch.allclose(found, torch.stack([FIVE[0] + 3 * FIVE[3], 2 * FIVE[4]]))
+
+
 def test_positions_need_no_order_and_repeated_ones_are_two_ids() -> None:
     ids = torch.sparse_coo_tensor([[1, 0, 1], [0, 0, 0]], torch.tensor([2, 1, 3]), (2, 1), check_invariants=True)
     found = embedding_lookup_sparse(FIVE, ids, None, combiner="sum")

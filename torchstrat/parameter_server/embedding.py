@@ -461,6 +461,10 @@ def _tensor(value: object, dtype_if_empty: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(value, dtype=dtype_if_empty if isinstance(value, Sequence) and not len(value) else None)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or getattr(value, "ndim", None) == 0  # of NumPy or torch
+
+
 def _from_positions(indices: torch.Tensor, ids: torch.Tensor, sizes: tuple[int, ...], call: str) -> SparseIds:
     _check_id_dtype(ids, call)
     if ids.dim() != 1 or len(sizes) < 2:
@@ -515,7 +519,7 @@ def parse_weights(given: object, entries: SparseIds, call: str) -> torch.Tensor:
         InvalidArgumentError: another number of weights than of ids, or other positions.
     """
     positions = None
-    if isinstance(given, tuple | list) and len(given) == 3 and not all(isinstance(x, int | float) for x in given):
+    if isinstance(given, tuple | list) and len(given) == 3 and not all(map(_is_number, given)):
         positions, values = _tensor(given[0], torch.int64), _tensor(given[1], torch.float32)
     elif isinstance(given, torch.Tensor) and given.layout is torch.sparse_coo:
         positions, values = sparse_indices(given).T, sparse_values(given)
