@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -402,8 +403,14 @@ def edit_parts(row_name: str, op: str) -> tuple[list[str], dict[str, float]]:
         def step() -> None:
             layer(torch.full((1, 2), 1.0 + replica())).sum().backward()
 
+        def run_again() -> None:
+            with suppress(UnsupportedError):
+                strategy.run(optimizer.step)
+            strategy.run(optimizer.step)
+
         uses = {
             "a run": lambda: strategy.run(optimizer.step),
+            "another run": run_again,
             "a step": optimizer.step,
             "a backward pass": lambda: (p.sum() * 0.0).backward(),
             "clipping": lambda: nn.utils.clip_grad_norm_([p], 1e9),
@@ -436,11 +443,49 @@ def edit_parts(row_name: str, op: str) -> tuple[list[str], dict[str, float]]:
 @every_row
 def test_edits_of_what_a_run_has_left_uncombined_are_refused(row: str, op: str, two_processes: Workers) -> None:
     """As where all replicas are in one process: an edit acts on one replica's part."""
-    uses = ("a run", "a step", "a backward pass", "clipping")
+    uses = ("a run", "another run", "a step", "a backward pass", "clipping")
     combined = {"mean": 3.0, "sum": 6.0}[op]
     for told, made in two_processes.run(edit_parts, row, op):
         assert told == [f"{edit}, {use}" for edit in ("decayed", "sign", "replaced") for use in uses]
         assert made == {f"{edit}, {use}": g for edit, g in (("zeroed", 0.0), ("as it was", combined)) for use in uses}
+
+
+class NoRoom(torch.Tensor):
+    """Of which there is no copy: it takes too much memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone:
+            raise MemoryError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def begin_without_room(row: str) -> tuple[str, list[float], bool]:
+    """The second rank has none for what a run keeps of buffers; then both train on their own, in plain PyTorch."""
+    strategy, rank = contract.TORCHRUN[row].make(), int(os.environ["RANK"])
+    try:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            model.register_buffer("large", torch.zeros(2).as_subclass(NoRoom) if rank else torch.zeros(2))
+        outside = torch.random.get_rng_state()
+        message = ""
+        try:
+            strategy.run(lambda: model(torch.rand(1, 2)).sum().backward())
+        except (CommunicationError, MemoryError) as error:
+            message = str(error) or "MemoryError"
+        model.zero_grad()
+        model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        assert model.weight.grad is not None
+        return message, model.weight.grad[0].tolist(), bool(torch.random.get_rng_state().equal(outside))
+    finally:
+        strategy.close()
+
+
+@every_row
+def test_a_run_that_fails_before_its_step_begins_ends_everywhere(row: str, two_processes: Workers) -> None:
+    (told, *first), (_, *second) = two_processes.run(begin_without_room, row)
+    assert "replica 1 raised MemoryError" in told
+    assert (first, second) == ([[1.0, 1.0], True], [[2.0, 2.0], True])
 
 
 def edit_by_a_few_ulps() -> tuple[dict[str, torch.Tensor], list[str]]:

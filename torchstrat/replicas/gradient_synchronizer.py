@@ -137,10 +137,10 @@ class GradientSynchronizer:
         self._reducer.use(roster.tensors)
 
     def end(self) -> None:
-        """Nothing is combined until the next `begin`, and no variable is kept alive."""
+        """Nothing is combined until the next `begin`, and no variable is kept alive. What it refused, stays refused."""
         is_known = self._op is ReduceOp.SUM and (self._no_sync > 0 or self.pending)  # and nothing is to be weighted
-        self.leaves_parts = self._accumulates and not is_known and bool(self.records.with_parts())
-        if self._rosters is not None and (self._scaled or self._accumulates or self._op is ReduceOp.SUM):
+        self.leaves_parts = self._active and self._accumulates and not is_known and bool(self.records.with_parts())
+        if self._active and self._rosters and (self._scaled or self._accumulates or self._op is ReduceOp.SUM):
             self.records.leave()
         self._active = False
         self._set_roster(_EMPTY)

@@ -174,11 +174,13 @@ class Newborn:
         for module in modules if has_lazy else ():
             if any(is_lazy(parameter) for parameter in own_parameters(module).values() if parameter is not None):
                 self.watch(module)
-        self._registry.on_member, self._registry.is_in_step = self._on_member, True
         self._registry.open(classes=self._registry.may_create)
+        self._registry.on_member, self._registry.is_in_step = self._on_member, True
 
     def end(self) -> None:
-        self._registry.close()
+        """Also of a run that failed before it began."""
+        if self._registry.is_in_step:
+            self._registry.close()
         self._registry.on_member, self._registry.is_in_step = None, False
         self._modules = ()
         if self._watched:

@@ -230,8 +230,7 @@ class PerProcessReplica(ReplicaEngine):
         return roster
 
     def _what_is_there(self, members: Members, roster: Roster) -> tuple[object, ...]:
-        slots = [(id(one.module), one.name, one.has_values) for one in members.buffer_slots]
-        return roster.layout, members.changes, slots
+        return roster.layout, members.changes, [(id(s.module), s.name, s.has_values) for s in members.buffer_slots]
 
     def _owned_values(self, roster: Roster) -> dict[str, tuple[object, torch.Tensor]]:
         """Parameters and buffers by name, and what has to be there for the name to mean the same."""
@@ -244,23 +243,18 @@ class PerProcessReplica(ReplicaEngine):
     def _take_over(self, roster: Roster, moved_out: Container[str]) -> None:
         """``moved_out``: names of variables that have been in common memory."""
         found = self._owned_values(roster)
-        known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
-        self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
-        fresh = {name: tensor for name, (_, tensor) in found.items() if name not in known}
+        known, self._known = self._known, {name: weakref.ref(owner) for name, (owner, _) in found.items()}
+        fresh = {n: tensor for n, (owner, tensor) in found.items() if n not in known or known[n]() is not owner}
         if fresh or moved_out:
             shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh.values())
-            call = "taking over rank 0's initial values of " + ", ".join(
-                f"{n} x {shape}" for shape, n in shapes.items()
-            )
+            listed = ", ".join(f"{n} x {shape}" for shape, n in shapes.items())
+            call = f"taking over rank 0's initial values of {listed}"
             agree(self._world, call)
             moved = set()
             if self._storage is not None:
                 among = [name for name in roster.names if name in fresh or name in moved_out]
                 moved = self._storage.move_in(dict(roster.items()), among, self.registry.optimizers(), call)
             broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
-
-    def _is_known(self, name: str, owner: object) -> bool:
-        return (reference := self._known.get(name)) is not None and reference() is owner
 
     def _take_over_newborn(self, module: nn.Module) -> None:
         """Each rank has drawn first values for itself; make them the first rank's before they are used."""
@@ -416,9 +410,8 @@ class PerProcessReplica(ReplicaEngine):
         self._edits.begin(self._rosters.now().tensors)
         return result
 
-    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> object:
-        me, weights = self._world.rank, self._weights
-        assert weights is not None
+    def _begin_replica(self, roster: Roster, members: Members, weights: StepWeights) -> ProcessBuffers:
+        me = self._world.rank
         self._find_owners()
         weight = partial(weights.of_gradients, self.gradient_op, me)
         self._gradients.begin(roster, self._communicator, weight, is_all=self._communicator is self._world)
@@ -430,11 +423,17 @@ class PerProcessReplica(ReplicaEngine):
         self._step.begin(self._communicator, weights, me)
         self._streams.begin([me])
         self._newborn.begin(members.modules, has_lazy=len(roster.tensors) < len(members.tensors))
-        self._steps_outside.pause()
         put_hooks(self._hook_key, self._step.hooks, self._gradients.before_clipping)
         self._lookups.begin([me])
         self._lookups.switch(me)
+        return buffers
+
+    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> object:
+        me, weights, buffers = self._world.rank, self._weights, None
+        assert weights is not None
+        self._steps_outside.pause()
         try:
+            buffers = self._begin_replica(roster, members, weights)
             own_args, own_kwargs = inputs_of(me, args, kwargs)
             losses = self._lookups.around(self._losses.around(weights))
             if isinstance(losses, nullcontext) and not self._has_step_context:
@@ -446,9 +445,10 @@ class PerProcessReplica(ReplicaEngine):
         except BaseException as error:
             self._report(error)
             self._lookups.end()
-            self._undo(error, roster, buffers)
-            if isinstance(error, Exception):
-                add_replica_note(error, me, self.num_replicas, weights)
+            if buffers is not None:  # else the step has not begun
+                self._undo(error, roster, buffers)
+                if isinstance(error, Exception):
+                    add_replica_note(error, me, self.num_replicas, weights)
             raise
         finally:
             remove_hooks(self._hook_key)
