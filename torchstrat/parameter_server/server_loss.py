@@ -81,7 +81,6 @@ class RestoreNewest:
             again and again do so for a reason.
         timeout_seconds: for one loss, from noticing it to the end of the restore, however often another one
             interrupts it.
-        clock: of seconds; tests have their own.
 
     A restore that fails ends it: every call raises what the first one did, until the program itself has restored a
     checkpoint.
@@ -100,7 +99,6 @@ class RestoreNewest:
         limit: int,
         within_seconds: float,
         timeout_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dispatcher = dispatcher
         self._manager = manager
@@ -109,7 +107,6 @@ class RestoreNewest:
         self._on_restored = on_restored
         self._limit, self._within_seconds = limit, within_seconds
         self._timeout_seconds = timeout_seconds
-        self._clock = clock
         self._lock = threading.RLock()  # held while restoring: other threads' calls wait, its own calls go through
         self._is_restoring = False
         self._restores = 0
@@ -159,14 +156,14 @@ class RestoreNewest:
             finally:
                 self._is_restoring = False
             self._restores += 1
-            self._ended.append(self._clock())
+            self._ended.append(time.monotonic())
             if self._on_restored is not None:
                 self._on_restored(step)
             return True
 
     def _restore(self, loss: ParameterServerUnavailable) -> int:
         """The step that all servers are at now."""
-        began = self._clock()
+        began = time.monotonic()
         unfinished = self._dispatcher.cancel_because_of(loss)
         self._require_few(began)
         if self._manager.latest is None:
@@ -179,7 +176,7 @@ class RestoreNewest:
             "parameter server %s was lost: after %.1f s all servers are back at step %d. What was trained since then "
             "is lost; %d functions had not ended.",
             _index_of(loss),
-            self._clock() - began,
+            time.monotonic() - began,
             step,
             unfinished,
         )
@@ -199,7 +196,7 @@ class RestoreNewest:
             try:
                 step = self._manager.restore(self._checkpoint)
             except ParameterServerUnavailable as again:
-                if self._clock() >= until:
+                if time.monotonic() >= until:
                     raise
                 logger.warning("all servers go back once more, since the restore was interrupted: %s", again)
                 time.sleep(_PAUSE_SECONDS)

@@ -323,9 +323,6 @@ class Epoch:
         """Whether a lease was handed out and has not ended."""
         return lease in self._held
 
-    def is_scheduled(self, lease: int) -> bool:
-        return lease in self._held and self._held[lease].scheduled
-
     def schedule(self, lease: int) -> None:
         """A function has the lease now."""
         self._held[lease].scheduled = True

@@ -272,13 +272,13 @@ class Catalog:
         self,
         registry: VariableRegistry,
         spec_of: SpecOf,
-        lifetimes: Lifetimes | None = None,
+        lifetimes: Lifetimes,
         variable_at: Callable[[int], torch.Tensor | None] = lambda _: None,
         shown_by: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None,
     ) -> None:
         self._registry = registry
         self.spec_of = spec_of
-        self._lifetimes = lifetimes or Lifetimes()
+        self._lifetimes = lifetimes
         self._variable_at = variable_at
         self.shown_by = shown_by
         self._lock = threading.RLock()

@@ -479,7 +479,7 @@ def pack_exception(error: BaseException, world: World) -> Raised:
     return Raised(as_text)
 
 
-def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_result) -> BaseException:
+def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any]) -> BaseException:
     """On the coordinator."""
     if raised.packed is not None:
         with contextlib.suppress(Exception):

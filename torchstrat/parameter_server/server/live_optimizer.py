@@ -172,7 +172,7 @@ class LiveOptimizer:
     ``number``: of the optimizer in the job; ``wraps``: of those that it wraps.
     """
 
-    def __init__(self, blob: bytes, number: int, groups: Groups, wraps: Sequence[int | None] = ()) -> None:
+    def __init__(self, blob: bytes, number: int, groups: Groups, wraps: Sequence[int | None]) -> None:
         self.parameters = [[torch.nn.Parameter(torch.empty(0)) for _ in group] for group in groups]
         with unpickling():
             self._optimizer, tags = _Unpickler(blob, self.parameters).load()

@@ -107,9 +107,7 @@ class _Known(NamedTuple):
 class PlainAttributes:
     """Of the coordinator's modules, optimizers and variables. ``shown_by``: the variable that a tensor shows."""
 
-    def __init__(
-        self, shown_by: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None, *, watches_derived: bool = True
-    ) -> None:
+    def __init__(self, shown_by: Callable[[torch.Tensor], torch.Tensor | None], *, watches_derived: bool) -> None:
         self._shown_by = shown_by
         self._watches_derived = watches_derived
         self._known: dict[int, _Known] = {}

@@ -343,7 +343,7 @@ class CoordinatorCache:
         for copy in copies:
             copy.note()
 
-    def written(self, copies: Iterable[CachedVariable] | None = None) -> list[CachedVariable]:
+    def written(self, copies: Iterable[CachedVariable] | None) -> list[CachedVariable]:
         """Those whose memory has changed since it was equal to the servers'."""
         with DisableTorchFunctionSubclass():
             return [copy for copy in (self._copies.values() if copies is None else copies) if copy.is_written()]

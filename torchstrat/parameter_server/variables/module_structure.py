@@ -70,7 +70,7 @@ class Members(NamedTuple):
 class ModuleStructure:
     """Remembers what modules had when they were first sent. Weak. ``named_files``: as of `Reach`."""
 
-    def __init__(self, named_files: Collection[str] = ()) -> None:
+    def __init__(self, named_files: Collection[str]) -> None:
         self._sent: dict[int, tuple[weakref.ref[nn.Module], list[object]]] = {}
         self._changed: weakref.WeakKeyDictionary[nn.Module, tuple[object, Packed | None]] = weakref.WeakKeyDictionary()
         """With the marks of its hooks, and these in a `Packed`."""

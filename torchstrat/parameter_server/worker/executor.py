@@ -172,7 +172,7 @@ class FunctionRun:
     that a server has applied already are not applied again.
     """
 
-    def __init__(self, function: int, incarnation: str, worker_index: int, *, is_repeated: bool = False) -> None:
+    def __init__(self, function: int, incarnation: str, worker_index: int, *, is_repeated: bool) -> None:
         self.function = function
         self._is_repeated = is_repeated
         self._earlier: EarlierRuns | None = None
