@@ -114,7 +114,8 @@ def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: s
 
     def is_over() -> bool:
         """A stopped process never ends by itself; it is of no more interest once the others have."""
-        return fault.hits(me) and bool(others) and all((folder / f"{rank} has ended").exists() for rank in others)
+        may_stand = fault.act == "stop" and fault.hits(me) and bool(others)
+        return may_stand and all((folder / f"{rank} has ended").exists() for rank in others)
 
     outcome = in_fork(limit_seconds, is_over, _train, fault, timedelta(seconds=timeout_seconds), Path(evidence), port)
     (folder / f"{me} has ended").touch()

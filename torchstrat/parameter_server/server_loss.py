@@ -107,6 +107,7 @@ class RestoreNewest:
         self._on_restored = on_restored
         self._limit, self._within_seconds = limit, within_seconds
         self._timeout_seconds = timeout_seconds
+        self._clock = time.monotonic
         self._lock = threading.RLock()  # held while restoring: other threads' calls wait, its own calls go through
         self._is_restoring = False
         self._restores = 0
@@ -156,14 +157,14 @@ class RestoreNewest:
             finally:
                 self._is_restoring = False
             self._restores += 1
-            self._ended.append(time.monotonic())
+            self._ended.append(self._clock())
             if self._on_restored is not None:
                 self._on_restored(step)
             return True
 
     def _restore(self, loss: ParameterServerUnavailable) -> int:
         """The step that all servers are at now."""
-        began = time.monotonic()
+        began = self._clock()
         unfinished = self._dispatcher.cancel_because_of(loss)
         self._require_few(began)
         if self._manager.latest is None:
@@ -176,7 +177,7 @@ class RestoreNewest:
             "parameter server %s was lost: after %.1f s all servers are back at step %d. What was trained since then "
             "is lost; %d functions had not ended.",
             _index_of(loss),
-            time.monotonic() - began,
+            self._clock() - began,
             step,
             unfinished,
         )
@@ -196,7 +197,7 @@ class RestoreNewest:
             try:
                 step = self._manager.restore(self._checkpoint)
             except ParameterServerUnavailable as again:
-                if time.monotonic() >= until:
+                if self._clock() >= until:
                     raise
                 logger.warning("all servers go back once more, since the restore was interrupted: %s", again)
                 time.sleep(_PAUSE_SECONDS)
