@@ -155,7 +155,10 @@ def is_watched(tensor: torch.Tensor) -> bool:
 def _has_users(hooks: dict[int, object] | None) -> bool:
     """Whether some are not a strategy's. Of another strategy over the same tensors, too: one that was dropped without
     `close` has its hooks until it is collected, which may be between two replicas' turns."""
-    return hooks is not None and any(not isinstance(hook, GradientHook) for hook in hooks.values())
+    for hook in hooks.values() if hooks else ():  # noqa: SIM110 (asked of every gradient: a generator costs more)
+        if not isinstance(hook, GradientHook):
+            return True
+    return False
 
 
 def _may_require_grad(tensor: torch.Tensor) -> bool:
@@ -297,7 +300,7 @@ def repeats_elements(tensor: torch.Tensor) -> bool:
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
     """Whether some of these, all dense, may have elements in common, as PyTorch lets gradients of ``a + b`` have: what
     is done to one of them in place is done to another."""
-    sizes = {gradient.data_ptr(): _span(gradient) for gradient in gradients}
+    sizes = {one.data_ptr(): one.nbytes if one.is_contiguous() else _span(one) for one in gradients}
     end = 0
     for start in sorted(sizes):
         if start < end:
@@ -308,8 +311,6 @@ def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
 
 def _span(tensor: torch.Tensor) -> int:
     """How many bytes lie between the first and the last in memory, with both."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     return extent(tensor) * tensor.element_size()
 
 

@@ -517,8 +517,8 @@ class GradientSynchronizer:
         return combined
 
     def _combine_with_graphs(self) -> None:
-        ready = self._ready or {}
-        if not any(has_graph(self._tensors[index].grad) for index in ready):
+        gradients: list[Any] = [self._tensors[index].grad for index in self._ready or ()]
+        if not any(map(has_graph, gradients)):
             return
         rows = agree(self._communicator, WITH_GRAPHS, (self._roster.digest,))
         self._use_what_all_have([row[0] for row in rows], WITH_GRAPHS)
@@ -527,7 +527,7 @@ class GradientSynchronizer:
         # A branch may have spared some ranks a parameter: they bring zeros, and have its gradient from then on.
         found = torch.stack(self._communicator.all_gather(own, WITH_GRAPHS)).any(dim=0).nonzero().flatten().tolist()
         tensors = [self._tensors[index] for index in found]
-        gradients: list[Any] = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
         bases = [self._base_of(one) if self._works_by_parts else None for one in tensors]
         combined = combine_with_graphs(self._exchange_with_graphs, gradients, bases)
         for index, tensor, gradient in zip(found, tensors, combined, strict=True):

@@ -120,20 +120,17 @@ class _Row(NamedTuple):
     """Of a container whose members have numbers: one that is put in, or taken out, moves those behind it."""
 
     module: nn.Module
+    name: str
+    """Of its dictionary of members."""
     table: dict[str, object]
     """Common to all replicas."""
     before: dict[str, object]
     own: dict[int, dict[str, object]]
 
-    def park(self, replica: int) -> None:
-        name, before = _name_of_row(self.module), self.before
-        now: dict[str, object] = vars(self.module)[name]
-        is_as_before = len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
-        if now is self.table and is_as_before and replica not in self.own:
-            return
+    def park(self, replica: int, now: dict[str, object]) -> None:
         self.own[replica] = dict(now)
-        vars(self.module)[name] = self.table  # ``del layers[1]`` has put another dictionary in its place
-        refill(self.table, before)
+        vars(self.module)[self.name] = self.table  # ``del layers[1]`` has put another dictionary in its place
+        refill(self.table, self.before)
 
     def install(self, replica: int) -> None:
         if replica in self.own:
@@ -178,12 +175,16 @@ class ReplacedMembers:
         self._places: dict[tuple[int, str], _Place] = {}
         self._made: dict[tuple[int, str], tuple[int, object]] = {}  # by whom, where there was none
         self._rows: list[_Row] = []
+        self._changed_rows: list[_Row] = []
 
     def begin(self, modules: Iterable[object]) -> None:
         """A run of several replicas begins, which have these."""
         self.forget()
-        rows = [(one, vars(one)[_name_of_row(one)]) for one in modules if isinstance(one, _IN_A_ROW)]
-        self._rows = [_Row(module, table, dict(table), {}) for module, table in rows]
+        for one in modules:
+            if isinstance(one, _IN_A_ROW):
+                name = _name_of_row(one)
+                table = vars(one)[name]
+                self._rows.append(_Row(one, name, table, dict(table), {}))
 
     def note(self, module: nn.Module, name: str, member: object, replica: int) -> bool:
         """``replica``, whose turn it is, is about to set that. Whether it takes another one's place."""
@@ -200,8 +201,15 @@ class ReplacedMembers:
         return True
 
     def park(self, replica: int) -> None:
-        for row in self._rows:
-            row.park(replica)
+        for module, name, table, before, own in self._rows:  # many: a call for each would be most of this turn's time
+            now = vars(module)[name]
+            is_as_before = len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
+            if now is table and is_as_before and replica not in own:
+                continue
+            row = _Row(module, name, table, before, own)
+            if not own:
+                self._changed_rows.append(row)
+            row.park(replica, now)
         for place in self._places.values():
             now = place.table.get(place.name)
             if now is not place.before:
@@ -209,7 +217,7 @@ class ReplacedMembers:
                 place.table[place.name] = place.before
 
     def install(self, replica: int) -> None:
-        for row in self._rows:
+        for row in self._changed_rows:
             row.install(replica)
         for place in self._places.values():
             if replica in place.own:
@@ -222,17 +230,17 @@ class ReplacedMembers:
 
     def grown(self) -> nn.Module | None:
         """A container with numbers into which replicas have put something new."""
-        for row in self._rows:
+        for row in self._changed_rows:
             known = set(map(id, row.before.values()))
             if any(id(one) not in known for own in row.own.values() for one in own.values()):
                 return row.module
         return None
 
     def refuse_of_some(self, replicas: list[int]) -> None:
-        for row in self._rows:
+        for row in self._changed_rows:
             _require_all(replicas, row.own, row.change())
         for place in self._places.values():
             _require_all(replicas, place.own, _put_in_place(place.before, place.module, place.name))
 
     def forget(self) -> None:
-        self._places, self._made, self._rows = {}, {}, []
+        self._places, self._made, self._rows, self._changed_rows = {}, {}, [], []
