@@ -22,7 +22,16 @@ from torch import nn
 
 import torchstrat as ts
 from tests.support.programs import wait_for
-from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
+from tests.support.replicas import (
+    BUFFERS,
+    COMPILER,
+    EVERY_LINE,
+    buffer_after_two_runs,
+    check_processes,
+    own_buffers_after_a_failure,
+    replica,
+    run_case,
+)
 from torchstrat.errors import CommunicationError, NotSendableError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.testing import Workers, WorkersError, contract, divergence
 from torchstrat.testing.cases_optimizers import FreeOfSchedules
@@ -551,3 +560,17 @@ def test_edits_that_no_counter_sees_are_noticed_and_the_first_ones_count(two_pro
     (first, told), (second, _) = two_processes.run(edit_by_a_few_ulps)
     assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
     assert told == list(first)[:1], "it is said once"
+
+
+def make_buffers_one(row: str) -> tuple[dict[str, object], list[float]]:
+    strategy = contract.TORCHRUN[row].make()
+    try:
+        return {name: buffer_after_two_runs(strategy, name) for name in BUFFERS}, own_buffers_after_a_failure(strategy)
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("row", ["mirrored", "central_storage"])
+def test_a_buffer_becomes_one(row: str, two_processes: Workers) -> None:
+    wanted = {name: row[-1] for name, row in BUFFERS.items()}
+    assert two_processes.run(make_buffers_one, row) == [(wanted, [2.0]), (wanted, [4.0])]

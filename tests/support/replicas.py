@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,8 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import torchstrat as ts
 from torchstrat.testing import contract
@@ -44,6 +47,73 @@ def replica() -> int:
     context = ts.get_replica_context()
     assert context is not None
     return context.replica_id_in_sync_group
+
+
+class Held(nn.Module):
+    """``change(module)`` is a step's work on its buffer, which begins as ``first``."""
+
+    kept: torch.Tensor
+
+    def __init__(self, first: torch.Tensor | None, change: Callable[[Held], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1))
+        self.register_buffer("kept", first)
+        self.change = change
+
+    def forward(self) -> None:
+        self.change(self)
+
+
+def _begin_or_add(module: Held, value: torch.Tensor) -> None:
+    module.kept = value if module.kept is None or module.kept.shape != value.shape else module.kept + 1
+
+
+BUFFERS: Mapping[str, tuple[str, torch.Tensor | None, Callable[[Held], object], object]] = {
+    "sum of what was none": ("sum", None, lambda m: _begin_or_add(m, torch.ones(()) + replica()), 5),
+    "sum of what was none, equal": ("sum", None, lambda m: _begin_or_add(m, torch.ones(())), 4),
+    "sum of another shape": ("sum", torch.ones(1), lambda m: _begin_or_add(m, torch.ones(2) + replica()), [5, 5]),
+    "sum of many": ("sum", torch.tensor(2**24 + 1), lambda m: m.kept.add_(1), 2**24 + 5),
+    "sparse": ("mean", torch.eye(2).to_sparse(), lambda m: m.kept @ m.weight, [[1, 0], [0, 1]]),
+    "sparse, other ones": (
+        *("", torch.eye(2).to_sparse()),
+        *(lambda m: setattr(m, "kept", m.kept * (2 + replica())), [[4, 0], [0, 4]]),
+    ),
+    "expanded": ("mean", torch.ones(1, 2).expand(2, 2), lambda m: m.kept @ m.weight, [[1, 1], [1, 1]]),
+}
+"""Name → (its aggregation if any is set, its first value, what a step does to it, what it is after two runs of two
+replicas)."""
+
+
+def buffer_after_two_runs(strategy: ts.Strategy, name: str) -> object:
+    aggregation, first, change, _ = BUFFERS[name]
+    with strategy.scope():
+        module = Held(copy.deepcopy(first), change)
+    if aggregation:
+        strategy.extended.set_aggregation(module, "kept", aggregation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if aggregation else "ignore")
+        for _ in range(2):
+            strategy.run(module)
+    return module.kept.to_dense().tolist()
+
+
+def own_buffers_after_a_failure(strategy: ts.Strategy) -> list[float]:
+    """What replicas of this process have kept to themselves, after a run of three that raised."""
+    with strategy.scope():
+        module = Held(torch.zeros(()), lambda m: m.kept.add_(1 + replica()))
+    strategy.extended.set_aggregation(module, "kept", "none")
+
+    def step(*, fails: bool) -> torch.Tensor:
+        module()
+        ts.get_replica_context().all_reduce("sum", torch.zeros(()))  # type: ignore[union-attr]
+        if fails:
+            raise ValueError("for once")
+        return module.kept.clone()
+
+    strategy.run(step, kwargs={"fails": False})
+    with pytest.raises(ValueError, match="for once"):
+        strategy.run(step, kwargs={"fails": True})
+    return [float(one) for one in strategy.local_results(strategy.run(step, kwargs={"fails": False}))]
 
 
 EVERY_LINE = {

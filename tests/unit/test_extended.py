@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.support.replicas import cpus, replica
+from tests.support.replicas import BUFFERS, buffer_after_two_runs, cpus, own_buffers_after_a_failure, replica
 from torchstrat.errors import ContextError, InvalidArgumentError
 
 ONE_TWO = torch.tensor([1.0, 2.0])
@@ -231,6 +231,25 @@ def test_a_mean_that_is_asked_for_is_one_in_whichever_mode(make: Callable[[], ts
     strategy.run(module)
     strategy.close()
     assert float(module.seen) == 3
+
+
+several = pytest.mark.parametrize("kind", ["mirrored", "central"])
+
+
+@several
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_becomes_one(strategy: ts.Strategy, name: str) -> None:
+    assert buffer_after_two_runs(strategy, name) == BUFFERS[name][-1]
+
+
+@several
+def test_buffers_that_replicas_keep_are_as_they_were_after_a_failed_run(strategy: ts.Strategy) -> None:
+    assert own_buffers_after_a_failure(strategy) == [2, 4]
+
+
+def test_there_is_no_sum_of_truth_values(strategy: ts.Strategy) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"buffer of torch.bool.*'only_first_replica'.*integers"):
+        strategy.extended.set_aggregation(Noting(torch.bool), "seen", "sum")
 
 
 def test_there_is_no_mean_of_whole_numbers(strategy: ts.Strategy) -> None:

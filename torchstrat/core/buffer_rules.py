@@ -60,6 +60,11 @@ class BufferRules:
                 "integers is none. Say 'sum' for what counts or adds up, or 'only_first_replica'; or register a "
                 "floating buffer."
             )
+        if parsed is VariableAggregation.SUM and buffer is not None and buffer.dtype == torch.bool:
+            raise InvalidArgumentError(
+                f"set_aggregation({type(module).__name__}, {name!r}, 'sum') for a buffer of {buffer.dtype}: truth "
+                "values do not add up. Say 'only_first_replica', or register a buffer of integers that counts them."
+            )
         self._set.setdefault(module, {})[name] = parsed
         BufferRules.changes += 1
 
@@ -89,7 +94,7 @@ class BufferRules:
             return only_first
         if aggregation in (VariableAggregation.SUM, only_first):
             return aggregation
-        if not _has_mean(first):
+        if not _has_mean(first) or (aggregation is None and first.layout != torch.strided):
             self.warn(module, name, "differs between replicas, and is the first replica's")
             return only_first
         # Of statistics the step may have set the mode for itself.

@@ -17,6 +17,7 @@ from torchstrat.core.reachable import address_of, has_address
 from torchstrat.core.reduction import ReduceOp, VariableAggregation
 from torchstrat.core.tensor_bytes import extent
 from torchstrat.core.variables import BufferSlot
+from torchstrat.distributed.collectives.agreement import fingerprint
 from torchstrat.replicas.state import made_by_another, sample
 from torchstrat.replicas.update_policies import OwnValues
 
@@ -285,7 +286,7 @@ class ComponentBuffers:
                 state.central = done[id(state.original)]
                 continue
             merged = self._merge(state, state.data, replicas, is_mean_of_others=state.made_by is None)
-            if merged.shape == state.central.shape and merged.dtype == state.central.dtype:
+            if _can_take(state.central, merged):
                 state.central.copy_(merged)
             else:
                 state.central = merged.clone()
@@ -329,7 +330,7 @@ class ComponentBuffers:
         first, before = data[counted[0]], state.central
         everyone = [data[replica] for replica in self._replicas] if is_mean_of_others else [data[r] for r in counted]
         values = [data[replica] for replica in counted]
-        sums = bool(self._rules) and before is not None and self._rules.needs_before(module, name)
+        sums = bool(self._rules) and self._rules.needs_before(module, name)
         if not sums and all(_are_equal(other, first) for other in values[1:]):
             return first
         if self._rules and self._rules.keeps_own(module, name):
@@ -365,11 +366,18 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.to(other.device), other)
+    if one.shape != other.shape or one.layout != other.layout:
+        return False
+    is_dense = one.layout == torch.strided
+    return torch.equal(one.to(other.device), other) if is_dense else fingerprint([one]) == fingerprint([other])
 
 
 def _are_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and _are_equal(one.nan_to_num(), other.nan_to_num()))
+    if one is other or one is None or other is None:
+        return one is other
+    if torch.strided in (one.layout, other.layout):
+        one, other = one.nan_to_num(), other.nan_to_num()
+    return _are_equal(one, other)
 
 
 class _Left(NamedTuple):
@@ -440,8 +448,14 @@ class _OwnBuffers:
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of its own, also where ``tensor`` is on ``device`` already."""
-    copy = tensor.detach().clone(memory_format=torch.preserve_format)
+    copy = tensor.detach().clone()
     return copy if device == copy.device or "meta" in (device.type, copy.device.type) else copy.to(device)
+
+
+def _can_take(tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether ``values`` can be written into its memory: not where it is expanded, or they are of another kind."""
+    is_expanded = tensor.layout == torch.strided and 0 in tensor.stride()
+    return tensor.shape == values.shape and tensor.dtype == values.dtype and not is_expanded
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -351,6 +351,8 @@ class ProcessBuffers:
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, tuple[int, bytes]]] = {}
         self._counts: dict[tuple[int, str], float] = {}
         self._before: dict[tuple[int, str], torch.Tensor] = {}
+        self.sums = False
+        """Whether there are buffers whose changes are to be summed, also where these are equal. So on all ranks."""
         self._kept: list[tuple[BufferSlot, torch.Tensor, torch.Tensor]] = []
         for slot in members.buffer_slots:
             self._note(slot)
@@ -363,8 +365,10 @@ class ProcessBuffers:
             self._noted[id(module), name] = (tensor, _changes_of(slot))
         if counts_rows(module, name, tensor):
             self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
-        if self._rules and tensor is not None and self._rules.needs_before(module, name):
-            self._before[id(module), name] = tensor.detach().clone()
+        if self._rules and self._rules.needs_before(module, name):
+            self.sums = True
+            if tensor is not None:
+                self._before[id(module), name] = tensor.detach().clone()
 
     def restore(self) -> None:
         """After a failure: those of modules that trained when the run began are what they were."""
@@ -425,12 +429,7 @@ class ProcessBuffers:
         broadcast_tensors(communicator, level, source, call)
 
     def _sums(self, slot: BufferSlot) -> bool:
-        return (id(slot.module), slot.name) in self._before
-
-    @property
-    def sums(self) -> bool:
-        """Whether there are buffers whose changes are to be summed, also where these are equal. So on all ranks."""
-        return bool(self._before)
+        return self.sums and slot.tensor is not None and self._rules.needs_before(slot.module, slot.name)
 
     def _merge_one(
         self,
@@ -457,10 +456,13 @@ class ProcessBuffers:
             return
         assert tensor is not None
         is_mean = how is VariableAggregation.MEAN
-        before = None if is_mean else self._before[key]
-        own = tensor.detach().clone() if before is None else tensor.detach() - before
-        share = counted[communicator.rank] if is_mean else 1.0
-        total = (own * share if share else torch.zeros_like(own)).contiguous()  # which may be nan where there is none
+        before = None if is_mean else self._before.get(key)
+        if before is not None and before.shape != tensor.shape:
+            before = None  # nothing to add changes to: the replicas' values are added up, as where there was none
+        total = (tensor.detach().clone() if before is None else tensor.detach() - before).contiguous()
+        if is_mean:  # a share makes floating numbers of whole ones
+            share = counted[communicator.rank]
+            total = total * share if share else torch.zeros_like(total)  # which may be nan where there is none
         communicator.all_reduce(total, call).wait()
         tensor.copy_(total if before is None else before + total)
 
