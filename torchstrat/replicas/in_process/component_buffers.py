@@ -27,6 +27,7 @@ class _BufferState:
 
     __slots__ = (
         "assigned",
+        "begun",
         "central",
         "count",
         "data",
@@ -49,6 +50,7 @@ class _BufferState:
         self.count: float | None = None
         self.original = original
         self.central = None if original is None else original.data  # not written before the run has succeeded
+        self.begun = 0 if original is None else _version_of(original)
         self.made_by = made_by  # during the run, with the whole module
         self.is_shared = made_by is None
         self.data: dict[int, torch.Tensor] = {}
@@ -105,7 +107,7 @@ class _BufferState:
     def install(self, replica: int) -> None:
         if self.original is not None:
             self.show(self.data[replica])
-            self._count(self.versions[replica])
+            self.count_as(self.versions[replica])
         self.put(self.replaced.get(replica, self.original))
 
     def changes_by(self, replica: int) -> tuple[int, int]:
@@ -130,9 +132,9 @@ class _BufferState:
         """All edits are over: to whatever looks from now on the buffer was edited as often as by any replica."""
         if self.original is not None:
             self.versions = dict.fromkeys(self.versions, max(self.versions.values()))
-            self._count(max(self.versions.values()))
+            self.count_as(max(self.versions.values()))
 
-    def _count(self, version: int) -> None:
+    def count_as(self, version: int) -> None:
         # What one replica edits in place must not look to another's backward as if its own had been edited.
         if self.original is not None and _version_of(self.original) != version:
             set_version_counters([self.original], [version])
@@ -356,6 +358,7 @@ class ComponentBuffers:
         for state in self.states:
             if failed:
                 state.put(state.original)
+                state.count_as(state.begun)
             if state.original is not None and state.central is not None:
                 state.show(state.central)
         self.states, self._made, self._replicas, self._modules = [], [], [], set()
@@ -418,9 +421,12 @@ class _OwnBuffers:
             if left is None or state.original is None or left.tensor() is not state.original:
                 continue
             if left.version == version_of(state.original):
-                state.data.update({replica: left.own[replica] for replica in replicas if replica in left.own})
+                own = {replica: left.own[replica] for replica in replicas if replica in left.own}
                 if left.start is not None:
                     state.central = left.start
+                else:  # what a run that fails has changed is not what it had left
+                    own = {replica: copy_to(value, value.device) for replica, value in own.items()}
+                state.data.update(own)
 
     def keep(self, states: list[_BufferState], replicas: list[int], *, is_all: bool = False) -> None:
         """As a run ends, before all become one: the tensor that will stand there is the first replica's. ``is_all``:
@@ -446,16 +452,16 @@ class _OwnBuffers:
                 self._kept[module][name] = _Left(weakref.ref(first), version_of(first), kept, start)
 
 
-def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of its own, also where ``tensor`` is on ``device`` already."""
-    copy = tensor.detach().clone()
-    return copy if device == copy.device or "meta" in (device.type, copy.device.type) else copy.to(device)
-
-
 def _can_take(tensor: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether ``values`` can be written into its memory: not where it is expanded, or they are of another kind."""
     is_expanded = tensor.layout == torch.strided and 0 in tensor.stride()
     return tensor.shape == values.shape and tensor.dtype == values.dtype and not is_expanded
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of its own, also where ``tensor`` is on ``device`` already."""
+    copy = tensor.detach().clone()
+    return copy if device == copy.device or "meta" in (device.type, copy.device.type) else copy.to(device)
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
