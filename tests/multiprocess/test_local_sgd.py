@@ -19,6 +19,8 @@ from tests.support.local_steps import (
     batches,
     changed_by_hand,
     close,
+    fail_and_end_by_hand,
+    failed_and_ended_by_hand,
     local_sgd,
     rates_by_hand,
     rates_of_a_wrapper,
@@ -99,6 +101,11 @@ def test_what_the_program_changes_otherwise_on_each_rank(two_processes: Workers,
 
 def test_a_run_whose_end_of_a_round_raised_does_not_count(two_processes: Workers) -> None:
     assert two_processes.run(rounds_after_a_failure, None) == [1, 1]
+
+
+def test_what_a_failed_run_has_stepped_is_each_ranks_own_until_the_round_is_ended(two_processes: Workers) -> None:
+    each = two_processes.run(fail_and_end_by_hand, None)
+    close([list(chain(*values)) for values in zip(*each, strict=True)], failed_and_ended_by_hand())
 
 
 def train_at_rates() -> Found:

@@ -278,3 +278,36 @@ def rounds_after_a_failure(devices: list[str] | None) -> int:
         return strategy.policy.rounds
     finally:
         strategy.close()
+
+
+def fail_and_end_by_hand(replicas: int | None) -> tuple[list[list[float]], list[list[float]]]:
+    """What the replicas of a process have after a run that all have stepped in, and that raised; and after a round that
+    is ended once the program has doubled all that the model has."""
+    strategy = local_sgd(replicas, 100)
+    try:
+        mine = Training(strategy, KIND)
+        first, second = batches(2, 2)
+        mine.train([first])
+
+        def failing(batch: Batch) -> None:
+            mine.step(batch)
+            ts.get_replica_context().all_reduce("sum", torch.zeros(()))  # type: ignore[union-attr]
+            raise ValueError("for once")
+
+        with pytest.raises(ValueError, match="for once"):
+            strategy.run(failing, (next(iter(strategy.distribute_dataset([second]))),))
+        found = mine.values()
+        for tensor in mine.job.model.state_dict().values():
+            tensor.mul_(2)
+        strategy.end_round()
+        return found, mine.values()
+    finally:
+        strategy.close()
+
+
+def failed_and_ended_by_hand() -> tuple[list[list[float]], list[list[float]]]:
+    """The same: what each has stepped is its own, and what the program has made of the first one's is everyone's."""
+    simulation = Simulation(KIND, 2, 100)
+    simulation.train(batches(2, 2))
+    own = simulation.values()
+    return own, [[2 * value for value in own[0]]] * 2

@@ -22,6 +22,8 @@ from tests.support.local_steps import (
     batches,
     changed_by_hand,
     close,
+    fail_and_end_by_hand,
+    failed_and_ended_by_hand,
     local_sgd,
     rates_by_hand,
     rates_of_a_wrapper,
@@ -142,6 +144,10 @@ def test_a_run_that_raises_leaves_each_replica_what_its_own_steps_made() -> None
             mine.strategy.run(failing)
         close(mine.train(batches(2, 2)), simulation.train(batches(2, 2)))
         close(mine.values(), simulation.values())
+
+
+def test_what_a_failed_run_has_stepped_is_each_replicas_own_until_the_round_is_ended() -> None:
+    close(fail_and_end_by_hand(2), failed_and_ended_by_hand())
 
 
 def test_calls_that_have_no_meaning_are_refused() -> None:

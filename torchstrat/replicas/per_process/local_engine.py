@@ -22,7 +22,7 @@ from torchstrat.core.memory import Copies, local_copies
 from torchstrat.core.optimizers import load_in_place, state_dict_of
 from torchstrat.core.reduction import ReduceOp
 from torchstrat.core.values import PerReplica
-from torchstrat.core.variables import VariableRegistry
+from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.engine import StepWeights, add_replica_note, inputs_of
 from torchstrat.replicas.exchange import broadcast_tensors
@@ -82,7 +82,24 @@ class LocalProcessReplica(PerProcessReplica):
         if not weights.active:
             return PerReplica((), replica_ids=(), weights=weights)
         self._outside.level(self._world, outside)
+        try:
+            result = self._run_replica(roster, members, fn, args, kwargs)
+            self._keep()
+        finally:  # what a run that raises has changed is its own, too
+            self._outside.note(self._rosters.now())
         me = self._world.rank
+        return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
+
+    def _run_replica(
+        self,
+        roster: Roster,
+        members: Members,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: dict[str, object],
+    ) -> object:
+        me, weights = self._world.rank, self._weights
+        assert weights is not None
         if self._buffers is None:
             equal = StepWeights(range(self.num_replicas))  # of a round, whose runs may each have others
             self._buffers = ProcessBuffers(self.registry, members, self._torch_device, equal)
@@ -113,8 +130,7 @@ class LocalProcessReplica(PerProcessReplica):
             raise
         if has_ended:
             self._become_alike()
-        self._keep()
-        return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
+        return result
 
     def _watch_newborn(self, parameters: list[torch.Tensor]) -> None:
         """Their gradients are this replica's own."""
@@ -141,14 +157,17 @@ class LocalProcessReplica(PerProcessReplica):
         if state != self._taken_over:
             self._known = {name: weakref.ref(owner) for name, (owner, _) in self._owned_values(roster).items()}
             self._taken_over = state
-        self._outside.note(roster)
 
     def end_round(self) -> None:
         """End the round now, between runs. Every process calls it."""
         self._world.forget_failure()
-        self._rounds.end(self._world, self._rosters.now())
-        self._become_alike()
-        self._keep()
+        self._outside.level(self._world, self._outside.find())
+        try:
+            self._rounds.end(self._world, self._rosters.now())
+            self._become_alike()
+            self._keep()
+        finally:
+            self._outside.note(self._rosters.now())
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
