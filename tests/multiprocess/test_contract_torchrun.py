@@ -574,3 +574,22 @@ def make_buffers_one(row: str) -> tuple[dict[str, object], list[float]]:
 def test_a_buffer_becomes_one(row: str, two_processes: Workers) -> None:
     wanted = {name: row[-1] for name, row in BUFFERS.items()}
     assert two_processes.run(make_buffers_one, row) == [(wanted, [2.0]), (wanted, [4.0])]
+
+
+def run_after_a_refused_scope(row: str) -> list[float]:
+    strategy, rank = contract.TORCHRUN[row].make(), int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    try:
+        with pytest.raises(ReplicaDivergenceError, match="rank 0's initial values"), strategy.scope():
+            kept, other = nn.Linear(2, 1), nn.Linear(2, 2 + rank)
+        del other
+        (found,) = strategy.local_results(strategy.run(lambda: kept(torch.ones(1, 2)).flatten().tolist()))
+        return found  # type: ignore[no-any-return]
+    finally:
+        strategy.close()
+
+
+@every_row
+def test_what_a_refused_scope_has_made_has_rank_0s_values_in_the_next_run(row: str, two_processes: Workers) -> None:
+    first, second = two_processes.run(run_after_a_refused_scope, row)
+    assert first == second

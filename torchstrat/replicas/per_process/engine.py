@@ -243,8 +243,7 @@ class PerProcessReplica(ReplicaEngine):
     def _take_over(self, roster: Roster, moved_out: Container[str]) -> None:
         """``moved_out``: names of variables that have been in common memory."""
         found = self._owned_values(roster)
-        known, self._known = self._known, {name: weakref.ref(owner) for name, (owner, _) in found.items()}
-        fresh = {n: tensor for n, (owner, tensor) in found.items() if n not in known or known[n]() is not owner}
+        fresh = {n: t for n, (owner, t) in found.items() if n not in self._known or self._known[n]() is not owner}
         if fresh or moved_out:
             shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh.values())
             listed = ", ".join(f"{n} x {shape}" for shape, n in shapes.items())
@@ -255,6 +254,7 @@ class PerProcessReplica(ReplicaEngine):
                 among = [name for name in roster.names if name in fresh or name in moved_out]
                 moved = self._storage.move_in(dict(roster.items()), among, self.registry.optimizers(), call)
             broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
+        self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}  # unless that was refused
 
     def _take_over_newborn(self, module: nn.Module) -> None:
         """Each rank has drawn first values for itself; make them the first rank's before they are used."""
