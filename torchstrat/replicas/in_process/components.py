@@ -190,7 +190,7 @@ class Components:
 
     def activate(self, replica: int | None) -> None:
         """Install a replica's components in the user's objects. None: all replicas stand still, the slots hold all."""
-        if self._registry.changes != self._changes:
+        if self._registry.changes != self._changes or self._registry.counts[0] != self._recorded:
             self._register_unused()
         self.register_newborn()
         if replica is None:
