@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -86,6 +86,78 @@ def test_a_step_between_runs_that_is_refused_is_refused_again(strategy: ts.Strat
         with pytest.raises(UnsupportedError, match="changed between runs"):
             optimizer.step()
     assert float(weight.detach()) == 0.0
+
+
+class Replay(deque[int]):
+    def __init__(self, capacity: int) -> None:
+        super().__init__(maxlen=capacity)
+
+
+class Names(set[int]):
+    def __init__(self, *, first: int) -> None:
+        super().__init__({first})
+
+
+class Counting(list[int]):
+    count = 0
+
+    def append(self, value: int) -> None:
+        self.count += 1
+        super().append(value)
+
+
+class Holding(torch.nn.Module):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.weight, self.held = torch.nn.Parameter(torch.zeros(1)), held
+
+
+HELD = {
+    "deque": (lambda: Replay(2), lambda held: held.append(len(held))),
+    "set": (lambda: Names(first=7), lambda held: held.add(len(held))),
+    "list": (Counting, lambda held: held.append(len(held))),
+    "named tuple": (lambda: Pair([], torch.zeros(2)), lambda held: (held.left.append(1), held.right.add_(1))),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_containers_of_a_class_of_ones_own_are_each_replicas_own(strategy: ts.Strategy, name: str) -> None:
+    make, fill = HELD[name]
+    plain = make()
+    with strategy.scope():
+        module = Holding(make())
+
+    def step(held: Any) -> str:
+        fill(held)
+        return f"{held!r} {getattr(held, '__dict__', None)}"
+
+    for _ in range(3):
+        wanted = step(plain)
+        results = strategy.run(lambda: (step(module.held), replica()))
+        assert strategy.local_results(results) == ((wanted, 0), (wanted, 1))
+
+
+def test_what_a_module_that_a_step_makes_holds_is_each_replicas_own_from_its_makers_turn_on(
+    strategy: ts.Strategy,
+) -> None:
+    with strategy.scope():
+        module = Holding(None)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    class Made(Holding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.held.append(replica())
+            return x * self.weight
+
+    def step() -> str:
+        if module.held is None:
+            module.held = Made([])
+        (module.held(module.weight)).sum().backward()
+        optimizer.step()
+        return str(module.held.held)
+
+    assert strategy.local_results(strategy.run(step)) == ("[0]", "[0, 1]")
+    assert strategy.local_results(strategy.run(step)) == ("[0, 0]", "[0, 1, 1]")
 
 
 @pytest.mark.parametrize("results", [([1], [1, 2]), ({"a": 1}, {"b": 1}), ([1], (1,)), ([1], 1)])

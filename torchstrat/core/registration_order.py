@@ -128,3 +128,15 @@ class FirstPlaces:
     def clear(self) -> None:
         self._first.clear()
         self._left.clear()
+
+
+def reference_of_entry(owner: object, entries: dict[int, Any]) -> weakref.ref[Any]:
+    """For the ``reference`` of an entry that is made for ``owner``, and is dropped from ``entries`` with it. These
+    are by `id`: tensors define ``==`` otherwise than by identity."""
+    key = id(owner)
+
+    def forget(reference: weakref.ref[object]) -> None:
+        if key in entries and entries[key].reference is reference:
+            del entries[key]
+
+    return weakref.ref(owner, forget)

@@ -11,7 +11,6 @@ its variables, its gradients and the vector are the views that the leader's are 
 from __future__ import annotations
 
 import collections
-import copy
 import ctypes
 import functools
 import warnings
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import version_of
 from torchstrat.core.errors import ReplicaDivergenceError
 from torchstrat.core.gradients import CombinedGradient
-from torchstrat.core.reachable import address_of, has_address
+from torchstrat.core.reachable import address_of, has_address, slots_of
 from torchstrat.core.tensor_classes import plain_kind
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 
@@ -49,12 +48,12 @@ def private_value(value: Any, vectors: Container[int] = (), made: Made | None = 
         own = value.copy()  # in a tenth of the time of `copy.copy`: an optimizer has six dictionaries of hooks
     elif isinstance(value, torch.Tensor):
         own = value if value.requires_grad or id(value) in vectors else value.clone()
-    elif kind is tuple:
-        return tuple(private_value(member, vectors, made) for member in value)
     elif not is_container(kind):
         return value
+    elif isinstance(value, tuple):
+        return getattr(kind, "_make", kind)(private_value(member, vectors, made) for member in value)
     else:
-        own = copy.copy(value)
+        own = _copied(value)
     made[id(value)] = value, own  # before its members, one of which may be itself
     if isinstance(value, dict):
         for key, member in value.items():
@@ -91,16 +90,29 @@ class OwnCopies:
 _ATOMS = frozenset({int, float, bool, str, type(None)})
 _OF_PYTHON = frozenset({dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque})
 
-_CONTAINERS = (list, dict, set, collections.deque)
+_CONTAINERS = (list, dict, tuple, set, collections.deque)
 _COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")
 
 
 def _is_container(kind: type) -> bool:
-    """Whether it is one of Python's that can be filled, or a subclass that is copied as these are."""
+    """Whether it is one of Python's, a named tuple, or a subclass that is copied as these are."""
     base = next((one for one in _CONTAINERS if issubclass(kind, one)), None)
     if base is None or kind is base or kind.__module__ == "collections":
         return base is not None
-    return not any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
+    is_other = any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
+    return hasattr(kind, "_make") if base is tuple else not is_other
+
+
+def _copied(value: Any) -> Any:
+    """Without the class' constructor, which may need other arguments, or its ``append``, which may do more."""
+    base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+    own = base.__new__(type(value))
+    base.__init__(own, value, *((value.maxlen,) if base is collections.deque else ()))
+    for name in slots_of(type(value)):
+        if hasattr(value, name):
+            setattr(own, name, getattr(value, name))
+    getattr(own, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return own
 
 
 is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks
@@ -115,7 +127,7 @@ def trace(value: Any, around: tuple[int, ...] = ()) -> object:
     if isinstance(value, torch.Tensor):
         return (_Identity(value), 0 if value.is_inference() else version_of(value))
     kind = type(value)
-    if not (kind is tuple or is_container(kind)) or id(value) in around:
+    if not is_container(kind) or id(value) in around:
         return _Identity(value)
     around = (*around, id(value))
     if issubclass(kind, dict):
@@ -586,15 +598,3 @@ def made_by_another(name: str, maker: int | None, replica: int) -> ReplicaDiverg
         "step on one device does once would be done to it several times. Make it within `with strategy.scope():`, "
         "before the first run that changes it."
     )
-
-
-def reference_of_entry(owner: object, entries: dict[int, Any]) -> weakref.ref[Any]:
-    """For the ``reference`` of an entry that is made for ``owner``, and is dropped from ``entries`` with it. These
-    are by `id`: tensors define ``==`` otherwise than by identity."""
-    key = id(owner)
-
-    def forget(reference: weakref.ref[object]) -> None:
-        if key in entries and entries[key].reference is reference:
-            del entries[key]
-
-    return weakref.ref(owner, forget)

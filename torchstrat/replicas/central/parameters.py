@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import tensors_in_storage
 from torchstrat.core.engine import Communicator
 from torchstrat.core.optimizers import keep_elements, kept_by
+from torchstrat.core.registration_order import reference_of_entry
 from torchstrat.distributed.collectives.shared_memory.common_memory import (
     CommonMemory,
     Kind,
@@ -34,7 +35,6 @@ from torchstrat.distributed.collectives.shared_memory.common_memory import (
     kind_of,
 )
 from torchstrat.distributed.collectives.shared_memory.device_copies import DeviceCopies
-from torchstrat.replicas.state import reference_of_entry
 
 
 class _StagedHome(NamedTuple):

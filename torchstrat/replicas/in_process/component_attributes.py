@@ -35,10 +35,11 @@ from torch.optim import Optimizer
 from torchstrat.core._torch_private import next_hook_id
 from torchstrat.core.optimizers import is_listed, wrapped_by
 from torchstrat.core.reachable import is_made
+from torchstrat.core.registration_order import reference_of_entry
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.in_process.members import SHARED, NumberOfMaker, ReplacedMembers, tell
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
-from torchstrat.replicas.state import SEQUENCES, OwnCopies, is_container, private_value, reference_of_entry, trace
+from torchstrat.replicas.state import SEQUENCES, OwnCopies, is_container, private_value, trace
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
@@ -140,7 +141,7 @@ def _is_equal(value: Any, other: Any, replaced: Mapping[int, object], around: tu
     if kind is torch.Tensor:
         are_comparable = (value.device, value.dtype) == (other.device, other.dtype)
         return are_comparable and not (value.requires_grad or other.requires_grad) and torch.equal(value, other)
-    if not (kind is tuple or is_container(kind)):
+    if not is_container(kind):
         return kind in _PLAIN and bool(value == other)
     if (pair := (id(value), id(other))) in around:
         return True
@@ -398,7 +399,7 @@ _COPIED, _DATA = "copied", "data"
 
 
 def _find_role(kind: type[object]) -> str | None:
-    if kind is tuple or is_container(kind) or issubclass(kind, torch.Tensor):
+    if is_container(kind) or issubclass(kind, torch.Tensor):
         return _COPIED
     has_attributes = kind.__dictoffset__ and kind.__weakrefoffset__
     return _DATA if dataclasses.is_dataclass(kind) and has_attributes else None

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import foreach_copy_, own_parameters, set_version_counters, version_of
 from torchstrat.core.randomness import ReplicaStreams
+from torchstrat.core.registration_order import reference_of_entry
 from torchstrat.core.variables import Members, VariableRegistry
 from torchstrat.replicas.engine import PlainTensors
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers
@@ -32,7 +33,6 @@ from torchstrat.replicas.state import (
     TensorSlot,
     is_variable,
     leave_graph,
-    reference_of_entry,
     refuse_changes_of,
     sample,
     settle,

@@ -44,11 +44,11 @@ from torchstrat.core._torch_private import (
 from torchstrat.core.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.core.gradients import GradientHook
 from torchstrat.core.randomness import state_of
+from torchstrat.core.registration_order import reference_of_entry
 from torchstrat.core.tensor_classes import WholeValue, class_of_pieces, in_place_of, piece_of, plain_kind, stands_for
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.distributed.collectives.agreement import agree, all_equal, code
 from torchstrat.replicas.exchange import broadcast_tensors
-from torchstrat.replicas.state import reference_of_entry
 from torchstrat.sharding.dtensor import optimizer_state
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, cut_tensor, enter, leave, local_of, shape_of
 from torchstrat.sharding.dtensor.devices import Cut, LogicalDevices
