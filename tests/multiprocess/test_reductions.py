@@ -24,7 +24,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "large and uneven": ((512, 513), (2, 513)),
 }
 """Of the two ranks' values. Large tensors are added up on the way, small ones collected."""
-DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32)
 Call = Callable[[ts.Strategy, Any], Any]
 
 

@@ -58,6 +58,22 @@ def test_dtypes_are_those_of_pytorch_and_nothing_is_an_alias(mirrored: Any) -> N
     assert one.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("call", ["reduce", "reduce over an axis", "reduce by weight", "all_reduce"])
+def test_means_in_half_precision_are_there_where_their_sums_are_not(mirrored: Any, call: str) -> None:
+    large = torch.full((2,), 60000.0, dtype=torch.float16)
+
+    def step() -> torch.Tensor:
+        context().set_weight(100.0 + replica())
+        return context().all_reduce("mean", large.clone()) if call == "all_reduce" else large.clone()
+
+    found = mirrored.run(step)
+    if call != "all_reduce":
+        axis = 0 if "axis" in call else None
+        found = ts.PerReplica([mirrored.reduce("mean", found, axis=axis, weighted="weight" in call)])
+    for mean in found.values:
+        assert (mean.unique().tolist(), mean.dtype) == ([60000.0], torch.float16)
+
+
 @pytest.mark.parametrize("sizes", [(3, 3), (4, 1), (2, 0, 5)])
 @pytest.mark.parametrize("axis", [0, -2, 1, (0, 1), (-1, 0)])
 def test_partial_batches_weigh_by_their_rows(sizes: tuple[int, ...], axis: Any) -> None:

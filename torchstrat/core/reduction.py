@@ -186,6 +186,11 @@ def mean_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which components are added up for a mean: in half precision the sum may not exist where the mean does."""
+    return torch.float32 if dtype == torch.float16 else mean_dtype(dtype)
+
+
 def combine(op: ReduceOp, components: Sequence[torch.Tensor], call: str = "reduce") -> torch.Tensor:
     """Element by element over replicas; components of equal shape and dtype, the result on the first one's device.
 
@@ -195,11 +200,11 @@ def combine(op: ReduceOp, components: Sequence[torch.Tensor], call: str = "reduc
     first = components[0]
     if first.layout == torch.sparse_coo:
         return _combine_sparse(op, components)
-    total = first.to(mean_dtype(first.dtype)) if op is ReduceOp.MEAN else first
+    total = first.to(sum_dtype(first.dtype)) if op is ReduceOp.MEAN else first
     for other in components[1:]:
         total = total + other.to(total.device)
-    if op is ReduceOp.MEAN and len(components) > 1:
-        total = total / len(components)
+    if op is ReduceOp.MEAN:
+        total = (total / len(components) if len(components) > 1 else total).to(mean_dtype(first.dtype))
     return total.clone() if total is first else total
 
 
@@ -222,7 +227,7 @@ def sum_and_count(tensor: torch.Tensor, axis: int | tuple[int, ...], op: ReduceO
         raise WrongTypeError("reduce cannot combine bool tensors; convert them to an integer or floating dtype first.")
     dims = normalize_dims(axis, tensor.dim(), "reduce")
     # torch.sum promotes small integers to int64; a SUM keeps its dtype as the element-wise one does.
-    dtype = mean_dtype(tensor.dtype) if op is ReduceOp.MEAN else tensor.dtype
+    dtype = sum_dtype(tensor.dtype) if op is ReduceOp.MEAN else tensor.dtype
     return tensor.sum(dim=dims, dtype=dtype), math.prod(tensor.shape[dim] for dim in dims)
 
 
@@ -235,7 +240,8 @@ def reduce_components(op: ReduceOp, components: Sequence[object], axis: Axis) ->
     _check_alike(tensors, "reduce", shapes=False)
     shares = [sum_and_count(tensor, axis, op) for tensor in tensors]
     total = combine(ReduceOp.SUM, [share for share, _ in shares])
-    return total / sum(count for _, count in shares) if op is ReduceOp.MEAN else total
+    count = sum(count for _, count in shares)
+    return (total / count).to(mean_dtype(tensors[0].dtype)) if op is ReduceOp.MEAN else total
 
 
 def weighted_mean_of(value: object, num_replicas: int) -> object:
@@ -253,9 +259,9 @@ def weighted_mean(components: Sequence[object], weights: Sequence[float]) -> tor
     _check_alike(tensors, "reduce", shapes=True)
     if len(set(weights)) <= 1:
         return combine(ReduceOp.MEAN, tensors)
-    dtype = mean_dtype(tensors[0].dtype)
-    parts = [tensor.to(dtype) * weight for tensor, weight in zip(tensors, weights, strict=True) if weight]
-    return combine(ReduceOp.SUM, parts).to(tensors[0].device) / sum(weights)
+    dtype = tensors[0].dtype
+    parts = [tensor.to(sum_dtype(dtype)) * weight for tensor, weight in zip(tensors, weights, strict=True) if weight]
+    return (combine(ReduceOp.SUM, parts).to(tensors[0].device) / sum(weights)).to(mean_dtype(dtype))
 
 
 def require_known(weights: Sequence[float | None]) -> list[float]:

@@ -189,13 +189,16 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[object],
 
     # Each rank reduces its own part first; only shares and counts travel.
     def share(values: list[object]) -> list[object]:
-        return [reduction.sum_and_count(reduction.as_tensor(value, "reduce"), axis, op) for value in values]
+        tensors = [reduction.as_tensor(value, "reduce") for value in values]
+        return [(*reduction.sum_and_count(tensor, axis, op), tensor.dtype) for tensor in tensors]
 
-    pairs = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis)).part
-    shares = gather_values(communicator, [share for share, _ in pairs], call)
-    counts = gather_values(communicator, [torch.tensor(count) for _, count in pairs], call)
+    parts = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis)).part
+    shares = gather_values(communicator, [share for share, *_ in parts], call)
+    counts = gather_values(communicator, [count_and_dtype for _, *count_and_dtype in parts], call)
     total = reduction.combine(ReduceOp.SUM, shares)
-    return total / sum(int(count) for count in counts) if op is ReduceOp.MEAN else total
+    if op is ReduceOp.SUM:
+        return total
+    return (total / sum(count for count, _ in counts)).to(reduction.mean_dtype(counts[0][1]))
 
 
 def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[object], call: str) -> Any:
@@ -208,11 +211,7 @@ def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[ob
     tensors, is_alike, components = prepare(communicator, call, local, convert, in_one_process, _kind_if_large)
     if not is_alike:
         return reduction.combine(op, components or gather_values(communicator, tensors, call))
-    mean = op is ReduceOp.MEAN
-    total = tensors[0].detach().to(reduction.mean_dtype(tensors[0].dtype) if mean else tensors[0].dtype, copy=True)
-    total = total.contiguous()
-    communicator.all_reduce(total, call).wait()
-    return (total / communicator.size if mean else total).cpu()
+    return _reduce_dense(communicator, op, tensors[0].detach(), call).cpu()
 
 
 def _kind_if_large(tensors: list[Any]) -> str:
@@ -275,10 +274,14 @@ def reduce_in_step(communicator: Communicator, op: ReduceOp, tensors: list[torch
 def _reduce_one(communicator: Communicator, op: ReduceOp, tensor: torch.Tensor, call: str) -> torch.Tensor:
     if tensor.layout != torch.strided:
         return reduction.combine(op, gather_values(communicator, [tensor], call), call).to(tensor.device)
+    return _reduce_dense(communicator, op, tensor, call)
+
+
+def _reduce_dense(communicator: Communicator, op: ReduceOp, tensor: torch.Tensor, call: str) -> torch.Tensor:
     mean = op is ReduceOp.MEAN
-    total = tensor.to(reduction.mean_dtype(tensor.dtype) if mean else tensor.dtype, copy=True).contiguous()
+    total = tensor.to(reduction.sum_dtype(tensor.dtype) if mean else tensor.dtype, copy=True).contiguous()
     communicator.all_reduce(total, call).wait()
-    return total.div_(communicator.size) if mean else total
+    return total.div_(communicator.size).to(reduction.mean_dtype(tensor.dtype)) if mean else total
 
 
 Exchange = Callable[..., Any]
