@@ -15,6 +15,7 @@ from torchstrat.core import context
 from torchstrat.core.context import RunOptions, StrategyLike, engine_of
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.values import require_callable
+from torchstrat.core.variable.storage import spans_processes
 from torchstrat.data import v1_iterators
 from torchstrat.data.distribute import distribute_dataset
 from torchstrat.data.options import InputReplicationMode
@@ -170,4 +171,4 @@ def _set_settings(config: object, strategy: StrategyLike) -> None:
     if omegaconf is not None and isinstance(config, omegaconf.DictConfig):
         unlocked = omegaconf.flag_override(config, ["struct", "readonly"], False)
     with unlocked:
-        config["isolate_session_state"] = engine_of(strategy).layout.num_workers == 1
+        config["isolate_session_state"] = not spans_processes(engine_of(strategy))
