@@ -183,6 +183,32 @@ def test_a_count_of_steps_that_a_rank_without_rows_misses_is_said_there(two_proc
     assert two_processes.run(counted, [4, 4]) == [(2, []), (2, [])]
 
 
+def used_before_it_is_combined(kind: str) -> list[str]:
+    """What is said to a program that uses what a run of one replica returned in each process."""
+    said = []
+    with opened(kind) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+        (batch,) = strategy.distribute_dataset([torch.ones(1, 1)])
+        found = strategy.run(lambda x: x.sum(), args=(batch,))
+        for use in (
+            lambda: strategy.extended.update(model.bias, lambda bias, x: bias.add_(x), args=(found,)),
+            lambda: strategy.extended.broadcast_to(found, "cpu:0"),
+        ):
+            try:
+                use()
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_value_without_a_component_in_a_process_is_said_there(two_processes: Workers) -> None:
+    first, second = two_processes.run(used_before_it_is_combined, "mirrored")
+    assert first == []
+    assert len(second) == 2
+    assert all("no component in this process, which had no rows" in text for text in second)
+
+
 DRIFTS: list[tuple[Callable[[nn.Linear], object], Callable[[nn.Linear], object]]] = [
     (lambda model: model.weight.data.mul_(2), lambda model: model.weight.data.div_(2)),
     (lambda model: model.bias.requires_grad_(False), lambda model: model.bias.requires_grad_()),

@@ -244,6 +244,17 @@ for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge"):
 _OPENED = (PerReplica, Mirrored)
 
 
+def first_here(value: DistributedValues[T_co]) -> T_co:
+    """The first component in this process."""
+    if not value.values:
+        raise InvalidArgumentError(
+            f"this {type(value).__name__} has no component in this process, which had no rows in the run that returned "
+            "it. Combine it first, for which every process gets the result: strategy.reduce('mean', value, "
+            "weighted=True), or strategy.gather(value, axis=0)."
+        )
+    return value.values[0]
+
+
 def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
     """What one replica sees of a nest: its own component of every distributed value, all else unchanged."""
     if isinstance(structure, _OPENED):

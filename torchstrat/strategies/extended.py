@@ -27,6 +27,7 @@ from torchstrat.core.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    first_here,
     local_results,
     require_callable,
     require_kwargs,
@@ -85,7 +86,7 @@ def _put(value: object, places: _Places) -> Any:
     if isinstance(value, Variable):
         value = value.read_value()
     if isinstance(value, DistributedValues):
-        value = value.values[0]
+        value = first_here(value)
     if isinstance(places, str):
         return _copy(value, places)
     copies = [_copy(value, device) for _, device in places]
@@ -162,7 +163,7 @@ def _once(strategy: StrategyLike, fn: _Function, args: _Args, kwargs: _Kwargs, g
     def first(leaf: object) -> Any:
         if not isinstance(leaf, PerReplica | Mirrored):
             return leaf
-        value = leaf.values[0]
+        value = first_here(leaf)
         return from_first_replica(engine_of(strategy), value) if central and isinstance(value, torch.Tensor) else value
 
     with enter_cross(strategy):

@@ -25,7 +25,7 @@ from torchstrat.core.errors import (
     WrongTypeError,
 )
 from torchstrat.core.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrat.core.values import PerReplica, select_replica
+from torchstrat.core.values import PerReplica, first_here, select_replica
 from torchstrat.core.variable.storage import (
     Cell,
     DeclaredShape,
@@ -361,7 +361,7 @@ class Variable(TensorLike, context.OfStrategy):
         if not self._components:
             if isinstance(value, PerReplica):
                 with within(f"{edit.value} of Variable {self.name!r}"):
-                    value = from_first_replica(self._engine, to_tensor(value.values[0], self.dtype, edit.value))
+                    value = from_first_replica(self._engine, to_tensor(first_here(value), self.dtype, edit.value))
             self._write(edit, to_tensor(value, self.dtype, edit.value))
             return self
         if only is None and self._is_on_read and self.aggregation is VariableAggregation.SUM:
