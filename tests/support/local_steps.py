@@ -12,6 +12,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.matrix.gradient_updates import Lookahead
+from torchstrat.errors import ContextError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 OPTIMIZERS: Mapping[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -287,6 +288,8 @@ def fail_and_end_by_hand(replicas: int | None) -> tuple[list[list[float]], list[
     try:
         mine = Training(strategy, KIND)
         first, second = batches(2, 2)
+        with pytest.raises(ContextError):
+            strategy.run(strategy.end_round)
         mine.train([first])
 
         def failing(batch: Batch) -> None:

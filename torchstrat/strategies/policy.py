@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from torchstrat.core import context
 from torchstrat.core.context import engine_of
 from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.reduction import ReduceOp
@@ -81,6 +82,7 @@ def end_round(strategy: Strategy) -> None:
 
     Raises `UnsupportedError` where the strategy's replicas make no local steps.
     """
+    context.require_cross(strategy, "end_round")
     rounds = engine_of(strategy).rounds
     if rounds is None:
         raise UnsupportedError(f"{type(strategy).__name__} has no rounds: its replicas are equal after every step.")
