@@ -27,6 +27,7 @@ from tests.support.replicas import (
     COMPILER,
     EVERY_LINE,
     buffer_after_two_runs,
+    buffer_of_an_evaluated_module_after_a_failure,
     check_processes,
     own_buffers_after_a_failure,
     replica,
@@ -565,7 +566,9 @@ def test_edits_that_no_counter_sees_are_noticed_and_the_first_ones_count(two_pro
 def make_buffers_one(row: str) -> tuple[dict[str, object], list[float]]:
     strategy = contract.TORCHRUN[row].make()
     try:
-        return {name: buffer_after_two_runs(strategy, name) for name in BUFFERS}, own_buffers_after_a_failure(strategy)
+        made = {name: buffer_after_two_runs(strategy, name) for name in BUFFERS}
+        failed = buffer_of_an_evaluated_module_after_a_failure(strategy)
+        return made, [failed, *own_buffers_after_a_failure(strategy)]
     finally:
         strategy.close()
 
@@ -573,7 +576,7 @@ def make_buffers_one(row: str) -> tuple[dict[str, object], list[float]]:
 @pytest.mark.parametrize("row", ["mirrored", "central_storage"])
 def test_a_buffer_becomes_one(row: str, two_processes: Workers) -> None:
     wanted = {name: row[-1] for name, row in BUFFERS.items()}
-    assert two_processes.run(make_buffers_one, row) == [(wanted, [2.0]), (wanted, [4.0])]
+    assert two_processes.run(make_buffers_one, row) == [(wanted, [1.0, 2.0]), (wanted, [1.0, 4.0])]
 
 
 def run_after_a_refused_scope(row: str) -> list[float]:

@@ -116,6 +116,22 @@ def own_buffers_after_a_failure(strategy: ts.Strategy) -> list[float]:
     return [float(one) for one in strategy.local_results(strategy.run(step, kwargs={"fails": False}))]
 
 
+def buffer_of_an_evaluated_module_after_a_failure(strategy: ts.Strategy) -> float:
+    """After a run that has added 1 to it, and one that has and raised."""
+    with strategy.scope():
+        module = Held(torch.zeros(()), lambda m: m.kept.add_(1)).eval()
+    strategy.run(module)
+
+    def failing() -> None:
+        module()
+        ts.get_replica_context().all_reduce("sum", torch.zeros(()))  # type: ignore[union-attr]
+        raise ValueError("for once")
+
+    with pytest.raises(ValueError, match="for once"):
+        strategy.run(failing)
+    return float(module.kept)
+
+
 EVERY_LINE = {
     *("sgd_momentum", "adam_foreach", "third_party_optimizer", "sharpness_aware", "group_added_in_step"),
     *("state_dict_round_trip", "everything_made_in_first_run", "sparse_adam", "lookahead_without_hooks", "lbfgs"),

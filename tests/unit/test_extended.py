@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.support.replicas import BUFFERS, buffer_after_two_runs, cpus, own_buffers_after_a_failure, replica
+from tests.support.replicas import (
+    BUFFERS,
+    buffer_after_two_runs,
+    buffer_of_an_evaluated_module_after_a_failure,
+    cpus,
+    own_buffers_after_a_failure,
+    replica,
+)
 from torchstrat.errors import ContextError, InvalidArgumentError
 
 ONE_TWO = torch.tensor([1.0, 2.0])
@@ -245,6 +252,7 @@ def test_a_buffer_becomes_one(strategy: ts.Strategy, name: str) -> None:
 @several
 def test_buffers_that_replicas_keep_are_as_they_were_after_a_failed_run(strategy: ts.Strategy) -> None:
     assert own_buffers_after_a_failure(strategy) == [2, 4]
+    assert buffer_of_an_evaluated_module_after_a_failure(strategy) == 1
 
 
 def test_there_is_no_sum_of_truth_values(strategy: ts.Strategy) -> None:

@@ -40,6 +40,7 @@ class BufferRules:
     def __init__(self) -> None:
         self._set = _aggregations
         self._warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._edited: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     def __bool__(self) -> bool:
         """Whether any has been set."""
@@ -70,6 +71,13 @@ class BufferRules:
 
     def get(self, module: nn.Module, name: str) -> VariableAggregation | None:
         return self._set.get(module, {}).get(name) if self._set else None
+
+    def note_edited(self, module: nn.Module, name: str) -> None:
+        """A step has changed it, although its module is in evaluation mode."""
+        self._edited.setdefault(module, set()).add(name)
+
+    def was_edited(self, module: nn.Module, name: str) -> bool:
+        return bool(self._edited) and name in self._edited.get(module, ())
 
     def keeps_own(self, module: nn.Module, name: str) -> bool:
         """Whether every replica keeps its own value from run to run."""

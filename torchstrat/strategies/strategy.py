@@ -250,7 +250,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         replica), `ReplicaDivergenceError` if replicas did not make the same collective calls, and `ContextError` inside
         a replica. After a failure, with several replicas, parameters are as they were after the last optimizer step and
         buffers as before the run. With one replica per process there is no copy of a parameter that the step edits in
-        place for the first time; a note at the exception names it.
+        place for the first time; a note at the exception names it. Nor is there of a buffer of a module in evaluation
+        mode that a step changes for the first time.
         """
         try:
             require_callable(fn, "run")

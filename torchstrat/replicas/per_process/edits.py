@@ -359,7 +359,8 @@ class ProcessBuffers:
 
     def _note(self, slot: BufferSlot) -> None:
         module, name, tensor = slot.module, slot.name, slot.tensor
-        if module.training and tensor is not None and not _is_nothing(tensor):
+        is_kept = module.training or self._rules.was_edited(module, name)
+        if is_kept and tensor is not None and not _is_nothing(tensor):
             self._kept.append((slot, tensor, tensor.detach().clone()))
         if not module.training:
             self._noted[id(module), name] = (tensor, _changes_of(slot))
@@ -371,7 +372,8 @@ class ProcessBuffers:
                 self._before[id(module), name] = tensor.detach().clone()
 
     def restore(self) -> None:
-        """After a failure: those of modules that trained when the run began are what they were."""
+        """After a failure: those of modules that trained when the run began are what they were, and others that an
+        earlier run has changed. Copies of all would cost every evaluation."""
         with torch.no_grad():
             for slot, tensor, copy in self._kept:
                 own_buffers(slot.module)[slot.name] = tensor
@@ -386,7 +388,10 @@ class ProcessBuffers:
         if self._is_training(slot):
             return tensor is not None
         noted, changes = self._noted.get((id(slot.module), slot.name), (None, (0, b"")))
-        return tensor is not noted or _changes_of(slot) != changes
+        is_edited = tensor is not noted or _changes_of(slot) != changes
+        if is_edited:
+            self._rules.note_edited(slot.module, slot.name)
+        return is_edited
 
     def _is_compared(self, slot: BufferSlot) -> bool:
         return not (self._rules and self._rules.keeps_own(slot.module, slot.name)) and not _is_nothing(slot.tensor)
