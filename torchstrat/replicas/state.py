@@ -103,14 +103,14 @@ def _is_container(kind: type) -> bool:
     return hasattr(kind, "_make") if base is tuple else not is_other
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """Without the class' constructor, which may need other arguments, or its ``append``, which may do more."""
-    base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
-    own = base.__new__(type(value))
-    base.__init__(own, value, *((value.maxlen,) if base is collections.deque else ()))
-    for name in slots_of(type(value)):
-        if hasattr(value, name):
-            setattr(own, name, getattr(value, name))
+    base = next(one for one in _CONTAINERS if isinstance(value, one))
+    own: object = base.__new__(type(value))  # type: ignore[type-var]
+    size = (value.maxlen,) if isinstance(value, collections.deque) else ()
+    base.__init__(own, value, *size)  # type: ignore[call-arg, call-overload]
+    for name in filter(functools.partial(hasattr, value), slots_of(type(value))):
+        setattr(own, name, getattr(value, name))
     getattr(own, "__dict__", {}).update(getattr(value, "__dict__", {}))
     return own
 
