@@ -554,6 +554,16 @@ def test_rows_that_are_written_go_alone_and_wait_for_nobody(table: Program) -> N
         module.weight[torch.tensor([5, 7])] = torch.full((2, 4), 70.0)
         module.weight[9] = module.weight[torch.tensor([5])][0] * 2
     assert module.weight[[5, 7, 9]].tolist() == [[70.0] * 4, [70.0] * 4, [140.0] * 4]
+def test_rows_whose_assignment_pytorch_refuses_stay_on_servers_too(table: Program) -> None:
+    module = table.made
+    for steps in (1, 2):
+        table.run(Table.step, module)
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            module.weight[torch.tensor([3])] = torch.full((1, 4), 9.0)
+        assert table.run(lambda: module(torch.tensor([3])).detach()).tolist() == [[steps] * 4]
+    assert module.weight.detach().unique().tolist() == [2]
+
+
     gate.set()
     coordinator.schedule(Table.step, args=(module,))
     coordinator.join()

@@ -66,9 +66,8 @@ class CoordinatorCache:
         self._timeout_seconds = timeout_seconds
         self._copies: dict[int, CachedVariable] = {}
         self._handed_out: dict[int, CachedVariable] = {}
-        self._lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self.is_on = os.environ.get(SWITCH, "").lower() != "off"
-        self._process = os.getpid()
         self._warned: set[int] = set()
         # When, and how many bytes, the last read brought that nobody had asked for.
         self._ahead: tuple[Moment, int] = ((-1, 0), 0)
@@ -326,9 +325,11 @@ class CoordinatorCache:
     ) -> None:
         with self._lock:
             self.push_written([copy])
-            self._access.edit(copy.spec, "assign", value, ids)
-            call.run()  # here too: it stays current, if it was
+            call.run()  # first: what PyTorch refuses changes nothing on the servers either
             copy.note()
+            read_at, copy.read_at = copy.read_at, None  # until they have it: it stays current, if it was
+            self._access.edit(copy.spec, "assign", value, ids)
+            copy.read_at = read_at
 
     def _put_back(self, copies: Iterable[CachedVariable]) -> None:
         for copy in copies:
@@ -450,8 +451,7 @@ class CachedVariable:
         self.readings = 0
         self.before: torch.Tensor | None = None
         self.is_replaced = self.is_lost = False
-        self.is_asking = asks
-        self.is_meta = tensor.is_meta
+        self.is_asking, self.is_meta = asks, tensor.is_meta
         self.tensor = weakref.ref(tensor)
         self.version: int | None = version_of(tensor)
         if asks:
