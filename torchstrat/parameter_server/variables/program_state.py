@@ -97,8 +97,7 @@ class CapturedVariables:
         self._registry = registry
         self._cache = cache
         self._died = died
-        self._placement = placement
-        self._kinds = kinds
+        self._placement, self._kinds = placement, kinds
         self._specs: dict[int, VariableSpec] = {}
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}  # by id of the tensor
@@ -109,10 +108,10 @@ class CapturedVariables:
         """Buffers that show memory of another variable, by number, with its name."""
         self._beside: dict[int, VariableSpec] = {}
         self._to_create: list[VariableSpec] = []
+        self._unchecked: set[int] = set()  # that may show another variable's memory; until that was looked at
         self._conflicts: set[int] = set()  # that were warned of
-        self._has_warned_of_writes = False
         self._whole_for: dict[int, str] = {}
-        self._growths = 0
+        self._growths, self._has_warned_of_writes = 0, False
 
     # -- who is who -------------------------------------------------------------------------------------------------
 
@@ -229,9 +228,10 @@ class CapturedVariables:
         for name, slot in self._registry.named_buffer_slots().items():
             if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
                 self._place_buffer(name, slot)
-        changed = {*self._follow_buffers(), *(spec.number for spec in self._to_create)}
-        if changed:
-            self._require_own_memory(changed)
+        self._unchecked.update(self._follow_buffers(), (spec.number for spec in self._to_create))
+        if self._unchecked:
+            self._require_own_memory(self._unchecked)
+            self._unchecked.clear()
 
     def _require_own_memory(self, new: Collection[int]) -> None:
         """Of two variables that show the same memory here, each has its own on the servers and on workers. Buffers may:
