@@ -385,6 +385,21 @@ def test_what_steps_have_set_is_that_of_the_last_pull_and_what_a_function_sets_i
         assert (optimizer.count, optimizer.scale) == (3, 1.0)
 
 
+def test_a_list_that_a_function_puts_in_the_place_of_none_is_put_back() -> None:
+    with on_servers(lambda: Program(Fading)) as job:
+        optimizer = job.made.optimizer
+        optimizer.kept = None
+
+        def set_it() -> int:
+            optimizer.kept = [1]
+            return 7
+
+        assert job.run(lambda: optimizer.kept) is None
+        with pytest.warns(UserWarning, match=r"set kept of Fading from None to \[1\] \(steps are made on the servers"):
+            assert job.run(set_it) == 7
+        assert job.run(lambda: optimizer.kept) is None
+
+
 # -- optimizers that wrap others --------------------------------------------------------------------------------------
 
 

@@ -267,14 +267,15 @@ class Settings:
         now = fixed_attributes(optimizer)
         if now == kept:
             return []
-        for name in now.keys() - kept.keys():
-            del vars(optimizer)[name]
-        vars(optimizer).update(kept)
-        name = next(name for name in (*kept, *now) if name not in kept or now.get(name) != kept[name])
+        members = vars(optimizer)
+        name = next(name for name in (*kept, *now) if name not in kept or name not in now or now[name] != kept[name])
         what = (
-            f"{name} of {type(optimizer).__name__} from {kept.get(name)!r} to {now.get(name)!r} (steps are made on the "
-            "servers, which do not see it)"
+            f"{name} of {type(optimizer).__name__} from {kept.get(name)!r} to {members.get(name)!r:.80} (steps are "
+            "made on the servers, which do not see it)"
         )
+        for name in now.keys() - kept.keys():
+            del members[name]
+        members.update(kept)
         return [("attribute", what)]
 
     def _warn(self, kind: str, what: str) -> None:
