@@ -224,6 +224,16 @@ def test_plain_attributes_that_the_coordinator_sets_hold_from_then_on(program: P
     assert program.run(look) == (0.5, None, 2)
 
 
+def test_an_attribute_that_gets_another_name_does_so_on_workers(program: Program) -> None:
+    model = program.model
+    model.extra = 5
+    look = lambda: (getattr(model, "extra", None), getattr(model, "other", None))  # noqa: E731
+    assert [program.run(look) for _ in range(4)] == [(5, None)] * 4
+    del model.extra
+    model.other = 5
+    assert program.run(look) == (None, 5)
+
+
 def test_one_is_another_number_than_one_point_zero(program: Program) -> None:
     model = program.model
     for model.extra in (1, 1, 1.0, True, (1, 2), (1, 2.0), (True, 2.0)):

@@ -1115,6 +1115,18 @@ def test_one_is_another_number_than_one_point_zero_where_it_is_set_on_a_class() 
         assert repr(known.set["factor"].value) == repr(value)
 
 
+def test_an_attribute_of_a_class_that_gets_another_name_is_seen() -> None:
+    class Own:
+        factor = 1.5
+
+    known = KnownNamespace(Own)
+    before = known.changes(vars(Own))
+    assert known.changes(vars(Own)) == before
+    Own.rate = Own.factor  # type: ignore[attr-defined]
+    del Own.factor
+    assert known.changes(vars(Own)) != before
+
+
 def test_what_a_job_has_set_on_a_class_ends_with_it() -> None:
     class Own:
         factor = 1.0

@@ -124,12 +124,13 @@ class PlainAttributes:
             known = self._look_at(owner)
         try:
             values = known.values_of(members)
-        except KeyError:  # one was deleted, and another one set
-            values = self._look_at(owner).values_of(members)
+        except KeyError:  # one was deleted, and another one set, perhaps to the same value
+            known = self._look_at(owner)
+            values = known.values_of(members)
         if type(values) is not tuple:
             return None  # it has none
         kinds = tuple(map(type, values))
-        return (kinds, values) if are_atoms(kinds) else tuple([mark_of(value) for value in values])
+        return (known.values_of, kinds, values if are_atoms(kinds) else [mark_of(value) for value in values])
 
     def _look_at(self, owner: Owner) -> _Known:
         key, known = id(owner), self._known
@@ -258,6 +259,7 @@ class KnownNamespace:
         self.set: dict[str, SetAttribute] = {}
         self.size = -1
         self.values_of: Callable[[Mapping[str, object]], tuple[object, ...]] | None = None
+        self._names: list[str] = []  # of these values
         self.last: tuple[object, ...] = ()
         self.count = 0
 
@@ -283,7 +285,8 @@ class KnownNamespace:
 
     def _learn(self, members: Mapping[str, object]) -> tuple[object, ...]:
         names = [name for name, value in members.items() if self.is_watched(name, value)]
-        self.size = len(members)
+        self.count += names != self._names  # others may have the same values
+        self._names, self.size = names, len(members)
         always_there = next(iter(members), "")
         self.values_of = operator.itemgetter(always_there, *names) if names else None  # of two at least: a tuple
         return () if self.values_of is None else self.values_of(members)
