@@ -84,7 +84,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
         self._shape = torch.Size((self._spans[-1][1], *handles[0].shape[1:]))
         for number, shard in enumerate(variables):
             if isinstance(shard, torch.Tensor) and not isinstance(shard, torch.nn.Parameter):
-                self.register_buffer(f"part_{number}", shard)
+                self.register_buffer(f"part_{number}", shard, persistent=getattr(shard, "persistent", True))
             else:
                 setattr(self, f"part_{number}", shard)
 
