@@ -225,6 +225,7 @@ def test_a_scatter_reaches_only_the_shards_with_rows_in_it() -> None:
         ([3, 2], lambda v: v.scatter_add(ones(5, 2)), WrongTypeError, "sparse COO"),
         ([3, 2], lambda v: v.scatter_add(1.0), WrongTypeError, "got float"),
         ([3, 2], lambda v: v.scatter_add(ones(5, 2).to_sparse()), InvalidArgumentError, "2 sparse dimensions"),
+        ([3, 2], lambda v: v.scatter_add(sparse([], ones(0, 3), (5, 3))), InvalidArgumentError, r"\(3,\)"),
         ([3, 2], lambda v: v.scatter_add(sparse([0], ones(1, 3), (5, 3))), InvalidArgumentError, r"\(3,\)"),
         ([3, 2], lambda v: v.scatter_add(sparse([0], torch.ones(1, 2), (5, 2))), InvalidArgumentError, "torch.float32"),
         (
@@ -285,6 +286,27 @@ def test_it_says_what_it_is() -> None:
     )
     assert ShardedVariable([nn.Parameter(torch.ones(1))], name="emb").name == "emb"
     assert sharded([3, 2]).row_spans == ((0, 3), (3, 5))
+
+
+def test_a_scatter_of_no_rows_changes_nothing_however_its_tensor_was_made() -> None:
+    variable = sharded([3, 2])
+    for empty in (torch.zeros(5, 2, dtype=DOUBLE).to_sparse(), sparse([], ones(0, 2), (5, 2))):
+        assert variable.scatter_sub(empty) is variable
+    assert_is(variable, whole_of([3, 2]))
+
+
+def test_integers_that_are_divided_by_zero_change_nothing_in_any_shard() -> None:
+    variable = ShardedVariable([nn.Buffer(torch.full((2, 1), 7)), nn.Buffer(torch.full((1, 1), 7))])
+    with pytest.raises(InvalidArgumentError, match="scatter_div got zeros to divide torch"):
+        variable.scatter_div(sparse([0, 2], torch.tensor([[2], [0]]), (3, 1)))
+    assert_is(variable, torch.full((3, 1), 7))
+
+
+def test_arrays_of_what_numpy_has_not_are_of_float32() -> None:
+    shard = nn.Parameter(torch.tensor([[1.5, 2.0]], dtype=torch.bfloat16))
+    variable = ts.Variable(shard.detach())
+    for array in (ShardedVariable([shard]).numpy(), variable.numpy(), np.asarray(variable)):
+        assert (array.dtype, array.tolist()) == (np.float32, [[1.5, 2.0]])
 
 
 def test_scatter_div_of_repeated_rows_divides_repeatedly() -> None:

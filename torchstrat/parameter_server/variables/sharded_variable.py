@@ -246,18 +246,22 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
                 f"{call} needs a sparse COO tensor; got {shown}. Build one with torch.sparse_coo_tensor(row_numbers"
                 f"[None], rows, {tuple(self._shape)})."
             )
-        if sparse.sparse_dim() != 1:
-            raise InvalidArgumentError(
-                f"{call} needs one sparse dimension, row numbers of shape (1, n); got {sparse.sparse_dim()} sparse "
-                "dimensions. Rows are changed whole."
-            )
         if sparse.shape[1:] != self._shape[1:] or sparse.dtype != self.dtype:
             raise InvalidArgumentError(
                 f"{call} got rows of shape {tuple(sparse.shape[1:])} and {sparse.dtype} for a ShardedVariable with "
                 f"rows of shape {tuple(self._shape[1:])} and {self.dtype}."
             )
+        if not len(sparse_values(sparse)):  # torch.sparse_coo_tensor(size=…) has all dimensions sparse
+            return self
+        if sparse.sparse_dim() != 1:
+            raise InvalidArgumentError(
+                f"{call} needs one sparse dimension, row numbers of shape (1, n); got {sparse.sparse_dim()} sparse "
+                "dimensions. Rows are changed whole."
+            )
         # Coalescing would add up the values of repeated rows, which is right for additions only.
         ids, rows = self._checked_rows(sparse_indices(sparse)[0], call), sparse_values(sparse)
+        if op == "div" and not (self.dtype.is_floating_point or self.dtype.is_complex) and not bool(rows.all()):
+            raise InvalidArgumentError(f"{call} got zeros to divide {self.dtype} by; nothing was changed.")
         for handle, (places, local) in zip(self._handles(), split_ids(ids, self._spans), strict=True):
             if len(places):
                 handle.edit(op, rows.index_select(0, places.to(rows.device)), local)
