@@ -261,8 +261,8 @@ def test_a_module_has_the_shards_among_its_own() -> None:
     module.table = ShardedVariable([nn.Parameter(torch.ones(2, 2)), nn.Buffer(torch.zeros(1, 2))], "t")
     assert [name for name, _ in module.named_parameters()] == ["table.part_0"]
     assert [name for name, _ in module.named_buffers()] == ["table.part_1"]
-    state = copy.deepcopy(module.state_dict())
     assert not ShardedVariable([nn.Buffer(torch.zeros(1, 2), persistent=False)]).state_dict()
+    state = copy.deepcopy(module.state_dict())
     module.table.assign(torch.full((3, 2), 7.0))
     module.load_state_dict(state)
     assert torch.as_tensor(module.table).tolist() == [[1, 1], [1, 1], [0, 0]]

@@ -17,6 +17,7 @@ from torchstrat.core import nest
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.tracebacks import short_tracebacks
 from torchstrat.core.values import misfit, require_callable
+from torchstrat.core.variable.tensor_like import array_of
 from torchstrat.data import spec
 from torchstrat.parameter_server.dispatch import ResourceSpec
 from torchstrat.parameter_server.messages import Token
@@ -125,9 +126,7 @@ class RemoteValue(Generic[T_co]):
 def _to_numpy(leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
-    if leaf.dtype == torch.bfloat16:
-        leaf = leaf.float()  # NumPy has no bfloat16
-    return leaf.detach().cpu().numpy()
+    return array_of(leaf)
 
 
 def _seconds(timeout: timedelta | float | None) -> float | None:

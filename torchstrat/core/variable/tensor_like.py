@@ -25,6 +25,12 @@ def components_here(value: object) -> tuple[object, ...] | None:
     return value._local_components() if isinstance(value, TensorLike) else None  # noqa: SLF001
 
 
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The values, in the tensor's own memory where NumPy has its dtype and it is on the CPU."""
+    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return np.asarray(tensor.detach().cpu().numpy())
+
+
 def _binary(name: str) -> Callable[[TensorOperators, object], torch.Tensor]:
     def operator(self: TensorOperators, other: object) -> torch.Tensor:
         made: torch.Tensor = getattr(self._lend(), name)(open_tensor(other))
@@ -158,7 +164,7 @@ class TensorLike(TensorOperators, abc.ABC):
         return getattr(self._lend(), name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(self._lend().detach().cpu().numpy(), dtype=dtype)
+        return np.array(array_of(self._lend()), dtype=dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Called by ``torch.as_tensor`` and ``torch.tensor``, which otherwise build tensors of rows wrongly."""

@@ -45,7 +45,7 @@ from torchstrat.core.variable.storage import (
     spans_processes,
     to_tensor,
 )
-from torchstrat.core.variable.tensor_like import TensorLike
+from torchstrat.core.variable.tensor_like import TensorLike, array_of
 
 _updated_replica: ContextVar[int | None] = ContextVar("_updated_replica", default=None)
 
@@ -219,8 +219,8 @@ class Variable(TensorLike, context.OfStrategy):
         return self.read_value()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The current value as a new NumPy array."""
-        return np.asarray(self.read_value().cpu().numpy())
+        """The current value as a new NumPy array; float32 for bfloat16, which NumPy has not."""
+        return array_of(self.read_value())
 
     def _lend(self) -> torch.Tensor:
         return self._combined() if self._combines() else self._carried(self._cell().lend())

@@ -16,7 +16,7 @@ import torch
 from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.core.variable.storage import initial_tensor, parse_shape, to_tensor
-from torchstrat.core.variable.tensor_like import TensorInShards
+from torchstrat.core.variable.tensor_like import TensorInShards, array_of
 from torchstrat.core.variable.variable import Variable
 from torchstrat.parameter_server.messages import EditOp
 from torchstrat.parameter_server.partitioners import row_offsets, shards_of
@@ -117,8 +117,8 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
         return _joined([handle.read() for handle in self._handles()])
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The whole value as a new NumPy array."""
-        return np.asarray(self._lend().detach().cpu().numpy())
+        """The whole value as a new NumPy array; float32 for bfloat16, which NumPy has not."""
+        return array_of(self._lend())
 
     def __getitem__(self, key: object) -> torch.Tensor:
         """What the whole tensor gives for ``key``, as a tensor of its own; reads only the rows that ``key`` names.
