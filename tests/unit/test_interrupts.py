@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 
+from tests.support.parameter_servers import Parts, on_servers
 from torchstrat.parameter_server.waiting import held_back
 
 Note = Callable[[str], None]
@@ -110,3 +113,27 @@ def test_a_programs_own_handler_stays() -> None:
         assert seen == [signal.SIGINT]
     held_back.put_back()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _when(function: str, act: Callable[[], object]) -> Callable[[FrameType, str, object], None]:
+    """For `sys.setprofile`: once, as a function of this name of torchstrat's returns."""
+    left = [act]
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == function and "torchstrat" in frame.f_code.co_filename and left:
+            left.pop()()
+
+    return look
+
+
+@pytest.mark.parametrize("function", ["_dispatch_held", "_wait_for_rest", "_dispatch_released"])
+def test_functions_run_after_a_pause_that_was_interrupted(function: str) -> None:
+    with on_servers(Parts) as program:
+        assert program.run(lambda: 1) == 1
+        sys.setprofile(_when(function, interrupt))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                program.made.optimizer.step()  # waits until no function is half-way
+        finally:
+            sys.setprofile(None)
+        assert program.run(lambda: 2) == 2

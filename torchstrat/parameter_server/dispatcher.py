@@ -50,9 +50,7 @@ class Dispatcher:
     def __init__(
         self, job: Job, resources: ResourceTable, unpack: Callable[[Any], object], *, queue_size: int, name: str
     ) -> None:
-        self._job = job
-        self._resources = resources
-        self.queue_size = queue_size
+        self._job, self._resources, self.queue_size = job, resources, queue_size
         self._worker_calls = WorkerCalls(job, unpack, self._is_over, self._take)
         self._scheduler = Scheduler(first_function=job.first_function)
         self.next_function = job.first_function
@@ -74,11 +72,10 @@ class Dispatcher:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._awaited: list[Callable[[], bool]] = []  # what somebody waits for
-        self._pauses = 0
+        self._pauses: set[object] = set()
         self._loss: ParameterServerUnavailable | None = None  # the last one
         self._broken: BaseException | None = None
-        self._closed = False
-        self._moment_due = math.inf
+        self._closed, self._moment_due = False, math.inf
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the thread: to look, and whether to go on
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -200,20 +197,22 @@ class Dispatcher:
         Waits for those that run; none begins meanwhile, they stay queued, and `submit` goes on. ``who`` waits, for the
         error. Raises `CommunicationTimeoutError` naming functions and workers, and `ParameterServerUnavailable`.
         """
-        with self._lock:
-            self._require_running()
-            self._pauses += 1
-            if self._pauses == 1:
-                self._handle(ev.DispatchHeld())
+        pause = object()
         try:
+            with held_back, self._lock:
+                self._require_running()
+                self._pauses.add(pause)
+                if len(self._pauses) == 1:
+                    self._handle(ev.DispatchHeld())
             self._empty_outbox()
             self._wait_for_rest(timeout_seconds, who)
             yield
         finally:
-            with self._lock:
-                self._pauses -= 1
-                if self._pauses == 0 and self._broken is None:
-                    self._handle(ev.DispatchReleased())
+            with held_back, self._lock:
+                if pause in self._pauses:  # else it was refused, or interrupted, before it began
+                    self._pauses.remove(pause)
+                    if not self._pauses and self._broken is None:
+                        self._handle(ev.DispatchReleased())
             self._empty_outbox()
 
     def _wait_for_rest(self, timeout_seconds: float, who: str) -> None:
