@@ -234,6 +234,28 @@ def test_an_attribute_that_gets_another_name_does_so_on_workers(program: Program
     assert program.run(look) == (None, 5)
 
 
+class _OnlyHere:
+    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (inputs[0] * 10,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _not_there, ()
+
+
+def _not_there() -> None:
+    raise ValueError("what the hook needs is not on this machine")
+
+
+def test_no_function_runs_without_what_workers_could_not_take_in(program: Program) -> None:
+    assert program.run(lambda: 1) == 1
+    handle = program.model.register_forward_pre_hook(_OnlyHere())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not on this machine"):
+            program.run(lambda: 2)
+    handle.remove()
+    assert program.run(lambda: 3) == 3
+
+
 def test_one_is_another_number_than_one_point_zero(program: Program) -> None:
     model = program.model
     for model.extra in (1, 1, 1.0, True, (1, 2), (1, 2.0), (True, 2.0)):

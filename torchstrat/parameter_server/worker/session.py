@@ -152,9 +152,9 @@ class Settings:
         """What was set on the coordinator since the last time. What a function sets on a module is this worker's own
         until then."""
         if self._attributes.get(token) != values and self._world.knows(token):
-            self._attributes[token] = values
             owner = self._world.resolve(token)
             put_own(owner, values)
+            self._attributes[token] = values
             if isinstance(owner, Optimizer):
                 self._own_attributes[token[1]] = fixed_attributes(owner)
 
@@ -162,7 +162,6 @@ class Settings:
         """What was added, removed or replaced on the coordinator. The module itself stays the same object."""
         if self._members.get(token) == members or not self._world.knows(token):
             return
-        self._members[token] = members
         module: nn.Module = self._world.resolve(token)
         resolve, make = self._world.resolve, self._world.tensor_of
         fill(own_parameters(module), _made(make, members.parameters))
@@ -183,6 +182,7 @@ class Settings:
         for name, hooks in tables.items():
             fill(vars(module)[name], hooks)
         self._copies.note_modules(one for _, one in self._world.modules())
+        self._members[token] = members  # now: what has come half-way comes again
 
     def _set_step_hooks(self, token: Token, packed: Packed) -> None:
         """What was registered or removed on the coordinator. What they count stays while they are the same."""

@@ -495,6 +495,7 @@ class _Session:
                 self._settings.set_options(options)
         except BaseException as error:
             self._trouble = error
+            self._new_settings.append((place, options, modes))  # no function runs without them
 
     # -- running ------------------------------------------------------------------------------------------------------
 
