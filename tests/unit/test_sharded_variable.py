@@ -292,6 +292,7 @@ def test_a_scatter_of_no_rows_changes_nothing_however_its_tensor_was_made() -> N
     variable = sharded([3, 2])
     for empty in (torch.zeros(5, 2, dtype=DOUBLE).to_sparse(), sparse([], ones(0, 2), (5, 2))):
         assert variable.scatter_sub(empty) is variable
+    assert variable.sparse_read([]).shape == (0, 2)
     assert_is(variable, whole_of([3, 2]))
 
 

@@ -25,7 +25,7 @@ from torchstrat.core import context
 from torchstrat.core._torch_private import sparse_indices, sparse_values
 from torchstrat.core.context import home_of, is_open
 from torchstrat.core.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.parameter_server.variables.sharded_indexing import check_ids, handle_of, spans_of, split_ids
+from torchstrat.parameter_server.variables.sharded_indexing import as_ids, check_ids, handle_of, spans_of, split_ids
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 if TYPE_CHECKING:
@@ -324,9 +324,7 @@ class _Table:
 
 
 def _checked_ids(given: object, call: str) -> torch.Tensor:
-    ids: torch.Tensor = torch.as_tensor(given)
-    if not isinstance(given, torch.Tensor) and not ids.numel():
-        ids = ids.long()  # no numbers have no dtype of their own
+    ids = as_ids(given)
     if ids.dtype not in ID_DTYPES or ids.layout is not torch.strided:
         raise WrongTypeError(
             f"{call} needs a dense tensor of int32 or int64 ids; got {ids.dtype} in layout {ids.layout}. Convert the "

@@ -140,6 +140,12 @@ def split_ids(ids: torch.Tensor, spans: Sequence[RowSpan]) -> Iterator[tuple[tor
         yield places, ids.index_select(0, places).long() - start
 
 
+def as_ids(given: object) -> torch.Tensor:
+    """``given`` as a tensor; no numbers, which have no dtype of their own, as int64."""
+    ids: torch.Tensor = torch.as_tensor(given)
+    return ids if isinstance(given, torch.Tensor) or ids.numel() else ids.long()
+
+
 def check_ids(ids: torch.Tensor, rows: int, call: str) -> None:
     """Raise `ShardIndexError`, which names the first bad id and its place, unless all are in ``[0, rows)``."""
     bad = ((ids < 0) | (ids >= rows)).nonzero()

@@ -25,6 +25,7 @@ from torchstrat.parameter_server.variables.sharded_indexing import (
     RowSpan,
     ShardHandle,
     ShardIndexError,
+    as_ids,
     check_ids,
     handle_of,
     parse_key,
@@ -163,7 +164,7 @@ class ShardedVariable(TensorInShards, torch.nn.Module):
             WrongTypeError: they are no int32 or int64 tensor.
             UnsupportedError: the rows are not divided evenly; see `scatter_add`.
         """
-        return self._rows_in_order(self._checked_rows(torch.as_tensor(indices), "sparse_read"))
+        return self._rows_in_order(self._checked_rows(as_ids(indices), "sparse_read"))
 
     # -- assigning --------------------------------------------------------------------------------------------------
 
