@@ -161,6 +161,26 @@ def test_adding_an_optimizer_again() -> None:
             add_optimizer(store, other, groups)
 
 
+class Remembers(PerTensor):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[p].setdefault("seen", []).append(grad)
+
+
+def test_tensors_in_lists_of_a_state_are_the_servers_own() -> None:
+    optimizer = Remembers([torch.nn.Parameter(ONES.clone())])
+    store = stepped_by(optimizer, ONES, kind=Kind(Tier.ROWS))
+    sent = ONES.clone()
+    store.push(push_of(steps=(dense_step(optimizer, v0=sent),)))
+    sent.fill_(7)  # the memory is the worker's again
+    given = store.optimizer_state(0)
+    assert torch.equal(given[0, 0]["seen"][0], ONES)
+    given[0, 0]["seen"][0].fill_(7)
+    assert torch.equal(store.optimizer_state(0)[0, 0]["seen"][0], ONES)
+    store.load_optimizer_state(0, given)
+    given[0, 0]["seen"][0].fill_(9)
+    assert torch.equal(store.optimizer_state(0)[0, 0]["seen"][0], ONES * 7)
+
+
 class StartsWithState(PerTensor):
     """Its constructor makes state from values that parameters have then."""
 

@@ -26,6 +26,7 @@ from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.memory import check_fits
 from torchstrat.core.optimizers import Gradients, Places, Tier, is_listed, keep_elements
+from torchstrat.core.tensor_classes import tensors_in
 from torchstrat.parameter_server.messages import (
     Accumulation,
     NewOptimizer,
@@ -42,6 +43,7 @@ from torchstrat.parameter_server.server.shard_optimizer import (
     ShardOptimizer,
     check_supported,
     gather_state,
+    in_own_memory,
     learn_state,
     scatter_state,
     sparse_rows,
@@ -451,9 +453,9 @@ def _without_gradient(state: StateOfShard, parameter: torch.Tensor) -> StateOfSh
     if parameter.grad is not None and parameter.grad.layout == torch.strided:
         lent = parameter.grad.untyped_storage().data_ptr()
         for name, value in state.items():
-            is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0
-            if is_plain and value.untyped_storage().data_ptr() == lent:
-                state[name] = value.clone()
+            dense = (one for one in tensors_in(value) if one.layout == torch.strided and one.numel() > 0)
+            if any(one.untyped_storage().data_ptr() == lent for one in dense):
+                state[name] = in_own_memory(value)
     return state
 
 

@@ -25,6 +25,7 @@ is, before their first touch, is found out on small stand-ins of the table; see 
 from __future__ import annotations
 
 import collections
+import copy
 import copyreg
 import functools
 import inspect
@@ -364,6 +365,16 @@ class RowState:
         if self.fill == 0:
             return torch.zeros(shape, dtype=self.dtype)  # pages that no row has touched take no memory
         return torch.full(shape, self.fill, dtype=self.dtype)
+
+
+def in_own_memory(value: object) -> object:
+    """A part of a state whose tensors nobody else has: those that were sent are lent, and those that are here change in
+    place. Also in lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(in_own_memory, value))
+    return {key: in_own_memory(one) for key, one in value.items()} if type(value) is dict else copy.deepcopy(value)
 
 
 def gather_state(state: StateOfShard, ids: torch.Tensor, row_state: Mapping[str, RowState]) -> StateOfShard:

@@ -43,7 +43,7 @@ from torchstrat.parameter_server.server.optimizer_step import (
     check_accumulation,
     with_accumulated,
 )
-from torchstrat.parameter_server.server.shard_optimizer import RowState
+from torchstrat.parameter_server.server.shard_optimizer import RowState, in_own_memory
 from torchstrat.parameter_server.server.shards import (
     AnswerCopies,
     HeldShards,
@@ -587,7 +587,7 @@ def _check_value(value: torch.Tensor, like: torch.Tensor, name: str) -> None:
 
 
 def _copy(state: StateOfShard) -> StateOfShard:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return {name: in_own_memory(value) for name, value in state.items()}
 
 
 def _states_of(optimizer: int, shards: HeldShards) -> dict[ShardKey, StateOfShard]:
