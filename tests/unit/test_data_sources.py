@@ -57,6 +57,18 @@ class Items(Dataset[Any]):
         return self.items[index]
 
 
+class Opening(Items):
+    """One of files, which opens one for each of its items."""
+
+    files = ("0", "1", "2")
+
+    def open(self, file: str) -> Any:
+        return self.items[int(file)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.open(self.files[index])
+
+
 class Files:
     """A user's own file source."""
 
@@ -77,6 +89,7 @@ NATURAL_SPELLINGS: dict[str, Any] = {
     "generator": lambda: (batch for batch in torch.arange(5).split(2)),
     "IterableDataset": Stream,
     "Dataset of batches": lambda: Items(*torch.arange(5).split(2)),
+    "Dataset of batches, each in a file": lambda: Opening(*torch.arange(5).split(2)),
     "ArrayDataset": lambda: ArrayDataset(np.arange(5)).batch(2),
     "file source of one's own": lambda: Files("0", "2", "4"),
 }
@@ -87,7 +100,7 @@ def test_natural_spellings(spelling: str) -> None:
     assert read(NATURAL_SPELLINGS[spelling]()) == [[[0], [1]], [[2], [3]], [[4], []]]
 
 
-@pytest.mark.parametrize("spelling", [name for name in NATURAL_SPELLINGS if name != "Dataset of batches"])
+@pytest.mark.parametrize("spelling", [name for name in NATURAL_SPELLINGS if "Dataset of batches" not in name])
 @pytest.mark.parametrize("policy", ["OFF", "FILE", "HINT"])
 def test_the_fixed_size_rule_finds_the_batch_size(spelling: str, policy: str) -> None:
     dataset = NATURAL_SPELLINGS[spelling]()

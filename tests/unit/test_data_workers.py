@@ -95,6 +95,26 @@ class Backwards(Sampler[int]):
         return iter(range(9, -1, -1))
 
 
+class Opened(Numbers):
+    """A file for each row."""
+
+    files = tuple("0123456789")
+
+    def open(self, file: str) -> Any:
+        return super().__getitem__(int(file))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.open(self.files[index])
+
+
+def test_a_map_style_data_set_with_files_keeps_its_order() -> None:
+    loader = DataLoader(Opened(10), batch_size=4, sampler=Backwards())
+    assert in_steps(read(loader, 2)[0]) == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+    for error in read(loader, 2, auto_shard_policy="FILE")[0]:
+        with pytest.raises(InvalidArgumentError, match=r"no map-style Dataset.* Use DATA"):
+            raise error
+
+
 class _Forbidden(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("only rank 0's sampler may be drawn from")

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeGuard, TypeVar
 
+from torch.utils.data import Dataset, IterableDataset
+
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 
@@ -202,7 +204,8 @@ PathLike = str | os.PathLike[str]
 
 
 class FileSource(Protocol):
-    """A dataset that reads files, as the FILE policy sees it: any object with these two names; see `reads_files`."""
+    """A dataset that reads files, as the FILE policy sees it: any object with these two names, unless it is a map-style
+    data set, whose rows are shared by index; see `reads_files`."""
 
     files: Sequence[PathLike]
 
@@ -211,8 +214,18 @@ class FileSource(Protocol):
 
 
 def reads_files(dataset: object) -> TypeGuard[FileSource]:
-    """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated."""
-    return hasattr(dataset, "files") and callable(getattr(dataset, "open", None))
+    """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated.
+
+    A map-style data set has an order, a sampler's or its own, which reading its files one after the other would lose;
+    and the names are usual ones: it may open a single file for a row.
+    """
+    return hasattr(dataset, "files") and callable(getattr(dataset, "open", None)) and not _is_map_style(dataset)
+
+
+def _is_map_style(dataset: object) -> bool:
+    by_index = getattr(type(dataset), "__getitem__", None)
+    has_rows = by_index not in (None, Dataset.__getitem__) and hasattr(dataset, "__len__")
+    return has_rows and not isinstance(dataset, IterableDataset)
 
 
 def files_of_worker(files: Sequence[PathLike], worker: int, workers: int) -> tuple[PathLike, ...]:

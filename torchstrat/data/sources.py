@@ -151,7 +151,8 @@ class Source(ABC):
         """The part of a source that reads files whose files belong to one process: file ``i mod workers``."""
         raise InvalidArgumentError(
             "auto_shard_policy=FILE over several processes needs a dataset that reads files: one with .files and "
-            ".open(files), such as ts.data.TextLineDataset. Use DATA to share the rows of any other dataset."
+            ".open(files), such as ts.data.TextLineDataset, that is no map-style Dataset. Use DATA to share the rows "
+            "of any other dataset."
         )
 
     def for_hint(self, worker: int, workers: int) -> Source:
