@@ -419,6 +419,7 @@ def test_a_policy_may_be_named(policy: Any) -> None:
     ("field", "value"),
     [
         ("auto_shard_policy", "ROWS"),
+        ("auto_shard_policy", False),
         ("replication_mode", "PER_HOST"),
         ("per_replica_buffer_size", 0),
         ("empty_replicas", "drop"),

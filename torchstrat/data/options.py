@@ -160,7 +160,7 @@ def _one_of(name: str, long: object, short: object, default: object) -> object:
 def _member(kind: type[EnumT], value: object, field: str) -> EnumT:
     if isinstance(value, kind):
         return value
-    for member in kind:
+    for member in kind if not isinstance(value, bool) else ():  # False would be AUTO, which is 0
         if value == member.value or (isinstance(value, str) and value.upper() == member.name):
             return member
     names = ", ".join(member.name for member in kind)
