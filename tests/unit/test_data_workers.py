@@ -6,9 +6,11 @@ What each rank gets under each policy, of numbers and of files, is recorded in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate
@@ -93,6 +95,12 @@ def test_ranks_share_a_loader_by_index(workers: int, local: int) -> None:
 class Backwards(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(9, -1, -1))
+
+
+@pytest.mark.parametrize("kind", [set, deque, iter, np.array])
+def test_batches_of_indices_may_be_any_iterables(kind: Callable[[list[int]], Any]) -> None:
+    indices: Any = [kind(batch) for batch in ([0, 1, 2, 3], [4, 5, 6])]
+    assert in_steps(read(DataLoader(Numbers(10), batch_sampler=indices), 2)[0]) == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 class Opened(Numbers):

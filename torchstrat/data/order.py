@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -128,8 +129,8 @@ class Draws:
             except StopIteration:
                 self._is_exhausted = True
                 raise
-            if self._grouped and not hasattr(index, "__len__"):
-                index = list(index)  # it is looked at twice: here, and by who fetches the rows
+            if self._grouped and not isinstance(index, list | tuple | range | torch.Tensor | np.ndarray):
+                index = list(index)  # it is looked at twice: here, and by who fetches the rows, or a part of them
             count = len(rows_named(index, self._grouped))
             self._drawn += count
             self._is_exhausted = type(self._sampler) is BatchSampler and count < self._sampler.batch_size
