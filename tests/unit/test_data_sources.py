@@ -306,6 +306,8 @@ def test_asking_for_the_spec_draws_nothing() -> None:
         (lambda rows: rows.repeat(-1).take(7).batch(7), [[0, 1, 2, 3, 4, 0, 1]], 1),
         (lambda rows: rows.take(-1).batch(5), [[0, 1, 2, 3, 4]], 1),
         (lambda rows: rows.repeat(0), [], 0),
+        (lambda rows: rows.repeat().repeat(0), [], 0),
+        (lambda rows: rows.batch(np.int64(4)).rebatch(np.int64(3)), [[0, 1, 2], [3, 4]], -2),
     ],
 )
 def test_pipelines(pipeline: Any, expected: list[Any], cardinality: int) -> None:
@@ -327,16 +329,21 @@ def test_rows_are_taken_out_of_columns_that_are_marked() -> None:
         marked = data.axis({"x": rows, "array": rows.numpy(), "sparse": rows.to_sparse()}, 1)
         return {**marked, "images": data.examples(images), "plain": batch}
 
-    rows = ArrayDataset(torch.arange(1, 5)).batch(2).map(mark).unbatch()
+    def shapes_of(dataset: Pipeline) -> dict[str, Any]:
+        specs: Any = dataset.element_spec
+        return {name: leaf.shape for name, leaf in specs.items()}
+
+    batches = ArrayDataset(torch.arange(1, 5)).batch(2).map(mark)
+    rows = batches.unbatch()
     found = list(rows)
     for number, row in enumerate(found, 1):
         assert [row[name].tolist() for name in ("x", "array")] == [[number] * 3] * 2
         assert row["sparse"].to_dense().tolist() == [number] * 3
         assert (len(row["images"]), row["plain"].item()) == (number, number)
     assert len(found) == 4
-    specs: Any = rows.element_spec
-    shapes = {name: leaf.shape for name, leaf in specs.items()}
-    assert shapes == {"x": (3,), "array": (3,), "sparse": (3,), "images": (), "plain": ()}
+    assert shapes_of(rows) == {"x": (3,), "array": (3,), "sparse": (3,), "images": (), "plain": ()}
+    along_one = dict.fromkeys(("x", "array", "sparse"), (3, 4))
+    assert shapes_of(batches.rebatch(4, drop_remainder=True)) == {**along_one, "images": (4,), "plain": (4,)}
 
 
 def test_a_batch_that_is_none_does_not_end_a_stream_of_rows() -> None:
@@ -573,6 +580,8 @@ def test_sizes(size: Any) -> None:
     for method in (numbers().shuffle, numbers().prefetch):
         with pytest.raises(InvalidArgumentError, match="buffer_size"):
             method(size)
+    with pytest.raises(InvalidArgumentError, match="batch_sizes"):
+        numbers().batch(2).rebatch([size])
     for method in (numbers().take, numbers().repeat) if size else ():
         with pytest.raises(InvalidArgumentError, match=f"count={size} must be an int of at least 0"):
             method(size)

@@ -170,8 +170,8 @@ def test_a_stream_cut_anew_is_the_same_stream(
 def test_a_pipeline_in_batches_of_other_sizes_keeps_every_row(rows: int, batch: int, sizes: list[int]) -> None:
     pipeline = ts.data.ArrayDataset(torch.arange(rows)).batch(batch)
     if not any(sizes):
-        with pytest.raises(InvalidArgumentError, match=r"sizes=\[0"):
-            list(pipeline.rebatch(sizes))
+        with pytest.raises(InvalidArgumentError, match=r"batch_sizes=\[0.*one of them must be positive"):
+            pipeline.rebatch(sizes)
         return
     parts = list(pipeline.rebatch(sizes))
     assert [row for part in parts for row in part.tolist()] == list(range(rows))

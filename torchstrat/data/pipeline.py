@@ -14,10 +14,10 @@ import operator
 import os
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 import torch
@@ -192,7 +192,10 @@ class Pipeline(IterableDataset[object]):
 
     def rebatch(self, batch_sizes: int | Sequence[int], drop_remainder: bool = False) -> Pipeline:
         """The same rows in batches of ``batch_sizes``, in turn and cyclically."""
-        sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
+        given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
+        sizes = [_at_least(0, size, "each of batch_sizes") for size in given]
+        if not any(sizes):
+            raise InvalidArgumentError(f"batch_sizes={sizes}: one of them must be positive.")
         return _Rebatch(self, sizes, drop_remainder)
 
 
@@ -354,7 +357,7 @@ class _Repeat(_Transformed):
         count = self.source.cardinality
         if self.count is None:
             return INFINITE_CARDINALITY if count != 0 else 0
-        return count if count < 0 else count * self.count
+        return count if count < 0 < self.count else count * self.count
 
 
 @dataclass(eq=False)
@@ -435,10 +438,8 @@ class _Rebatch(_Transformed):
 
     @property
     def element_spec(self) -> nest.Nest:
-        free = None if len(set(self.sizes)) > 1 or not self.drops else self.sizes[0]
-        return nest.map_structure(
-            lambda leaf: spec.TensorSpec((free, *leaf.shape[1:]), leaf.dtype), self.source.element_spec
-        )
+        count = None if len(set(self.sizes)) > 1 or not self.drops else self.sizes[0]
+        return nest.map_structure(lambda leaf: leaf.with_rows(count), self.source.element_spec)
 
     @property
     def cardinality(self) -> int:
@@ -449,10 +450,12 @@ def _positive(value: int, name: str) -> int:
     return _at_least(1, value, name)
 
 
-def _at_least(least: int, value: int | None, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _at_least(least: int, value: SupportsIndex | None, name: str) -> int:
+    """NumPy's ints are ints, too."""
+    number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else least - 1
+    if number < least:
         raise InvalidArgumentError(f"{name}={value!r} must be an int of at least {least}.")
-    return value
+    return number
 
 
 class ArrayDataset(Pipeline):

@@ -419,18 +419,13 @@ def fixed_size_steps(
 def cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool = False) -> Iterator[nest.Nest]:
     """Rows of ``batches`` in new batches of ``sizes``, in turn and cyclically, across the borders of the old ones.
 
-    A size of 0 gives a batch of zero rows. Ends when a batch of one row or more is due and no rows are left; a last
-    batch with fewer rows than it should have is kept unless ``drop_remainder``.
+    Sizes are not negative, and one is positive; one of 0 gives a batch of zero rows. Ends when a batch of one row or
+    more is due and no rows are left; a last batch with fewer rows than it should have is kept unless
+    ``drop_remainder``.
 
     Raises:
-        InvalidArgumentError: no positive size, or a batch whose leaves do not have the same number of rows.
+        InvalidArgumentError: a batch whose leaves do not have the same number of rows.
     """
-    if min(sizes, default=0) < 0 or sum(sizes) < 1:
-        raise InvalidArgumentError(f"sizes={list(sizes)} must not be negative, and one of them must be positive.")
-    return _cut_stream(batches, sizes, drop_remainder)
-
-
-def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool) -> Iterator[nest.Nest]:
     batch, start, stop = next(batches, END), 0, 0
     if batch is END:
         return
@@ -473,7 +468,7 @@ def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout, inferred:
         if inferred.rows:
             local = len(layout.local_replicas)
             sizes = batch_sizes_for_worker(inferred.rows, layout.num_workers, local, layout.worker_index)
-            parts = list(itertools.islice(_cut_stream(iter([batch]), sizes, False), len(sizes)))
+            parts = list(itertools.islice(cut_stream(iter([batch]), sizes), len(sizes)))
             parts += [rows.empty_like(batch)] * (len(sizes) - len(parts))
         else:
             parts = rows.split_equally(batch, layout.num_replicas)
