@@ -57,6 +57,14 @@ class Data(Area):
     def a_batch_on_the_meta_device(self) -> None:
         next(iter(self.mirrored().distribute_dataset([torch.ones(4, 2, device="meta")])))
 
+    @raises(WrongTypeError, "array of >f4", "no tensor can hold", "astype")
+    def an_array_of_another_byte_order(self) -> None:
+        next(iter(self.mirrored().distribute_dataset([np.ones(4, ">f4")])))
+
+    @raises(WrongTypeError, "elements with a mark, Same", "about a batch", r"batch\(…\)\.map")
+    def a_mark_before_rows_are_batched(self) -> None:
+        list(ts.data.ArrayDataset(torch.ones(4)).map(ts.data.same).batch(2))
+
     @raises(WrongTypeError, r"array of datetime64\[D\]", "no tensor can hold", "astype")
     def an_array_of_dates(self) -> None:
         dates = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")

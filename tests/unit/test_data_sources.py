@@ -286,6 +286,10 @@ def test_asking_for_the_spec_draws_nothing() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.rand(3) + np.random.rand()
 
+    bits = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))  # without a word about states of the old form
+    assert distribute(DataLoader(Noise(1, 2), batch_size=2)).element_spec.shape == (None, 3)
+    np.random.set_bit_generator(bits)
     before = torch.get_rng_state(), np.random.get_state()[2]
     assert distribute(DataLoader(Noise(1, 2), batch_size=2)).element_spec.shape == (None, 3)
     assert torch.equal(before[0], torch.get_rng_state())

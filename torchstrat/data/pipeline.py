@@ -26,6 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchstrat.core import nest
 from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.data import rows, spec
+from torchstrat.data.marks import Marked
 from torchstrat.data.options import PathLike
 from torchstrat.data.prefetch import Ahead, Prefetcher
 from torchstrat.data.streams import cut_stream, require_aligned
@@ -271,6 +272,11 @@ class _Batch(_Transformed):
 
 def stack(column: Sequence[Any]) -> Any:
     """Values of one shape along a new dim 0: a tensor, or an object array of strings."""
+    if isinstance(column[0], Marked):
+        raise WrongTypeError(
+            f"batch() got elements with a mark, {type(column[0]).__name__}, which says something about a batch: mark "
+            "its batches, dataset.batch(…).map(…)."
+        )
     if isinstance(column[0], str | bytes):
         return np.array(column, dtype=object)
     if isinstance(column[0], np.ndarray):

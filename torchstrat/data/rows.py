@@ -124,7 +124,7 @@ def _to_tensor(leaf: Leaf) -> Leaf:
             return leaf.astype(object, copy=False)
         try:
             return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy())
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # the second of another byte order
             raise WrongTypeError(
                 f"a batch holds an array of {leaf.dtype}, which no tensor can hold; convert it, such as by "
                 "array.astype('int64'), or hand its rows out as objects: array.astype(object)."

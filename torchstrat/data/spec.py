@@ -139,7 +139,7 @@ def _python_dtype(value: object) -> DType:
 @contextmanager
 def undisturbed_randomness() -> Iterator[None]:
     """Run user code that may draw random numbers without moving the streams that training uses."""
-    python, numpy, state = random.getstate(), np.random.get_state(), state_of()
+    python, numpy, state = random.getstate(), np.random.get_state(legacy=False), state_of()
     try:
         yield
     finally:
