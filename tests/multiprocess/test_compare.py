@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchstrat as ts
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.testing import compare
 from torchstrat.testing.compare import STRATEGIES, main
@@ -87,6 +88,22 @@ def test_what_is_refused_is_no_difference_and_other_errors_are_failures() -> Non
     failed = compare(build, fails, batches, ["mirrored x2", "torchrun mirrored"])
     assert [(found.verdict, "few rows" in found.text) for found in failed.findings] == [("failed", True)] * 2
     assert not failed.is_right
+
+
+def with_a_note() -> Any:
+    return torch.zeros(1), *build()
+
+
+def not_a_number_on_one(program: Any, batch: Any) -> None:
+    note, *trained = program
+    step(trained, batch)
+    if ts.get_replica_context().replica_id_in_sync_group == 1:
+        note.fill_(torch.nan)
+
+
+def test_what_is_no_number_on_one_rank_alone_differs() -> None:
+    (found,) = compare(with_a_note, not_a_number_on_one, batches, "torchrun mirrored").findings
+    assert (found.verdict, found.variable, found.step) == ("different", "[0] on rank 1", 0), str(found)
 
 
 # -- programs of all forms ---------------------------------------------------------------------------------------------
