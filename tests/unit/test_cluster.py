@@ -615,16 +615,25 @@ def test_no_job(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("host", "written"), [("node0", "node0"), ("::1", "[::1]"), ("[fe80::2]", "[fe80::2]")])
-def test_where_ranks_of_mpi_meet(host: str, written: str) -> None:
+def test_where_ranks_meet(host: str, written: str) -> None:
     job = launched_job({**MPI, "MASTER_ADDR": host})
     assert job is not None
     assert job.plan.init_method == f"tcp://{written}:29500"
+    assert torchrun({**TORCHRUN, "MASTER_ADDR": host}).master() == f"{written}:29500"
+    alone = KubernetesClusterResolver(environ=pytorch_job(0, host, PET_NNODES="1"))
+    assert alone.cluster_spec().as_dict() == {"worker": [f"{written}:23456"]}
 
 
-def test_mpi_does_not_say_where_ranks_meet() -> None:
-    without = {name: value for name, value in MPI.items() if not name.startswith("MASTER")}
-    with pytest.raises(ClusterConfigError, match=r"MASTER_ADDR.*MASTER_PORT.*TORCHSTRAT_INDEPENDENT=1"):
-        launched_job(without)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), ""), r"MASTER_ADDR.*MASTER_PORT.*TORCHSTRAT_INDEPENDENT=1"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT='70000' must be .* below 65536. Name a free port"),
+    ],
+)
+def test_mpi_does_not_say_where_ranks_meet(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ClusterConfigError, match=message):
+        launched_job({**MPI, **changes})
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, STEP, MPI, TF_WORKER])

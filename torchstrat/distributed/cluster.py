@@ -275,7 +275,12 @@ def process_plan_from_torchrun(environ: Environment | None = None) -> ProcessPla
 def torchrun_address(environ: Environment | None = None) -> str:
     """``host:port`` where the processes that torchrun started meet; call it when there is a plan."""
     environ = os.environ if environ is None else environ
-    return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    return host_and_port(environ["MASTER_ADDR"], environ["MASTER_PORT"])
+
+
+def host_and_port(host: str, port: int | str) -> str:
+    """``host:port``, with an IPv6 address in brackets, which its colons need."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _variable(environ: Environment, name: str, least: int, most: int | None, problems: list[str]) -> int:

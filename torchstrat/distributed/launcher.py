@@ -19,6 +19,7 @@ from torchstrat.distributed.cluster import (
     PARAMETER_SERVER,
     Environment,
     ProcessPlan,
+    host_and_port,
     process_plan_from_torchrun,
     read_tf_config,
 )
@@ -159,12 +160,14 @@ def _mpi(environ: Environment) -> LaunchedJob | None:
     if size == 1:
         return None
     host, port = (environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if host is None or port is None:
+    if not host or not port:
         raise ClusterConfigError(
             f"mpirun started {size} processes, and nothing says where they meet: pass MASTER_ADDR (rank 0's host) and "
             "MASTER_PORT (a free port there) to all of them (mpirun -x MASTER_ADDR=… -x MASTER_PORT=…), start them "
             f"with torchrun, or set {INDEPENDENT_VARIABLE}=1 if each is a job of its own."
         )
-    where = f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+    variables.number("MASTER_PORT", least=1, below=65536)
+    variables.check(f"MASTER_ADDR={host!r} says where the processes of mpirun meet", "Name a free port there.")
+    where = f"tcp://{host_and_port(host, port)}"
     plan = ProcessPlan(rank, size, local_rank, local_size, where, local_size < size, f"rank {rank} of {size}", True)
     return LaunchedJob("mpirun", plan, None)

@@ -18,7 +18,15 @@ from typing import Any
 
 from torchstrat.core.devices import local_devices
 from torchstrat.core.errors import ClusterConfigError, WrongTypeError
-from torchstrat.distributed.cluster import WORKER, ClusterResolver, ClusterSpec, Environment, address_of, read_tf_config
+from torchstrat.distributed.cluster import (
+    WORKER,
+    ClusterResolver,
+    ClusterSpec,
+    Environment,
+    address_of,
+    host_and_port,
+    read_tf_config,
+)
 
 
 @dataclass(frozen=True)
@@ -341,7 +349,7 @@ def _read_pytorch_job(environ: Environment) -> Members:
         "PET_… and MASTER_ADDR say that this is a pod of a PyTorchJob",
         "Start it through the training operator, or describe the cluster with SimpleClusterResolver.",
     )
-    return Members(tuple(f"{host}:{port}" for host in hosts or ()), rank)
+    return Members(tuple(host_and_port(host, port) for host in hosts or ()), rank)
 
 
 def _pods_after(first: str, count: int) -> list[str] | None:
