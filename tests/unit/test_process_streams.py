@@ -16,7 +16,7 @@ import torch
 import torchstrat as ts
 from torchstrat.checkpoint.job_state import process_of
 from torchstrat.core.randomness import state_of
-from torchstrat.data.own_draws import NumpyStream, OwnDraws, PythonStream
+from torchstrat.data.own_draws import Continuing, NumpyStream, OwnDraws, PythonStream, process_stands
 
 
 def drawn() -> list[Any]:
@@ -46,6 +46,34 @@ def test_what_was_put_aside_goes_on(gausses: int, others: int) -> None:
         draws.leave()
         found.append(drawn())
     assert found == expected
+
+
+class Unseedable(random.Random):
+    """A data set's own generator, which cannot be put anywhere from when ``fails``."""
+
+    fails = False
+
+    def seed(self, *seed: Any) -> None:
+        if self.fails:
+            raise KeyboardInterrupt
+        super().seed(*seed)
+
+    def setstate(self, state: Any) -> None:
+        if self.fails:
+            raise KeyboardInterrupt
+        super().setstate(state)
+
+
+@pytest.mark.parametrize("read_before", [0, 1])
+def test_streams_that_cannot_be_put_in_place_leave_the_process_its_own(read_before: int) -> None:
+    own = Unseedable()
+    items = Continuing(iter(range(3)), OwnDraws((1, 2), [own]), 0, 0)
+    assert [next(items) for _ in range(read_before)] == [*range(read_before)]
+    before = process_stands()
+    own.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    assert process_stands() == before
 
 
 def test_half_a_pair_that_is_used_up_meanwhile() -> None:

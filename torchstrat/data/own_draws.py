@@ -164,7 +164,7 @@ class OwnDraws:
         self._process = ProcessStreams()
 
     def enter(self, number: int, stream: int) -> None:
-        """Before batch ``number`` of the pass is read for ``stream``."""
+        """Before batch ``number`` of the pass is read for ``stream``. `leave` comes after it also where this raises."""
         if self._outside is None:
             self._outside = self._stand()
         words = stream_seeds(self._seeds[0], number, stream)
@@ -183,9 +183,12 @@ class OwnDraws:
         self._put(self._inside)
 
     def pause(self) -> None:
-        """`leave`, and remember these streams for `go_on`."""
-        self._inside = self._stand()
-        self.leave()
+        """`leave`, and remember these streams for `go_on`, where they have been put in place."""
+        try:
+            if self._outside is not None:
+                self._inside = self._stand()
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """After it, however reading it ended. Idempotent."""
@@ -228,8 +231,8 @@ class Continuing(Iterator[T]):
         self._items, self._draws, self._number, self._stream = items, draws, number, stream
 
     def __next__(self) -> T:
-        self._draws.go_on(self._number, self._stream)
         try:
+            self._draws.go_on(self._number, self._stream)
             return next(self._items)
         finally:
             self._draws.pause()

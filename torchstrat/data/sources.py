@@ -454,8 +454,8 @@ class MapSource(Source):
         own, seeds = draws_without_loader(self._dataset, beginning)
 
         def read(index: int) -> nest.Nest:
-            own.enter(index, stream_seed(pipeline, passes))
             try:
+                own.enter(index, stream_seed(pipeline, passes))
                 return self._batch(index)
             finally:
                 own.leave()
