@@ -248,6 +248,8 @@ def of(choice, **settings):
         (of("optimizer=adagrad", initial_accumulator_value=-1.0), r"Invalid initial_accumulator_value"),
         ({"epoch": 3}, r"epoch: Key 'epoch' not in 'ExperimentConfig'"),
         ({"epochs": 0}, r"epochs=0 must be greater than 0"),
+        ({"cluster": {"timeout_seconds": float("inf")}}, r"cluster\.timeout_seconds=inf must be a finite number"),
+        ({"checkpoint": {"grace_seconds": float("inf")}}, r"checkpoint\.grace_seconds=inf must be a finite number"),
         ({"progress": "loud"}, r"choose one of auto, bar, lines, off"),
     ],
 )

@@ -13,6 +13,7 @@ set.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ def require(holds: bool, message: str) -> None:
 
 def require_positive(name: str, value: float | None) -> None:
     require(value is None or value > 0, f"{name}={value} must be greater than 0.")
+    require(value is None or value < math.inf, f"{name}={value} must be a finite number, such as 86400.")
 
 
 def require_count(name: str, value: object) -> None:
