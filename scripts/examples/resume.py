@@ -57,7 +57,7 @@ with manager, ts.PreemptionHandler() as preemption:
             step += 1
             if step == DIES_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if preemption.should_stop():  # somebody has sent SIGTERM: there is time to save
+            if step < STEPS and preemption.should_stop():  # somebody has sent SIGTERM: there is time to save
                 manager.save(checkpoint, step)
                 sys.exit(preemption.exit_code)
             if step % 100 == 0:

@@ -101,6 +101,13 @@ def test_resume_ends_alike_whether_it_was_killed_or_not(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
 
 
+def test_resume_that_is_told_to_end_in_its_last_step_is_done(tmp_path: Path) -> None:
+    program = (EXAMPLES / "resume.py").read_text(encoding="utf-8")
+    program = program.replace("STEPS = 384", "STEPS = 64").replace("signal.SIGKILL", "signal.SIGTERM")
+    (tmp_path / "resume.py").write_text(program, encoding="utf-8")
+    assert re.fullmatch(r"step 64: loss 0\.\d{6}", last_line(start("python resume.py 64", tmp_path)))
+
+
 @pytest.mark.soak  # test_notebook.py runs the like in every run
 def test_the_notebook_trains_when_its_cells_run_in_order(tmp_path: Path) -> None:
     """As a script, which needs nothing that is not installed. The cells have no magic and no display."""
