@@ -651,6 +651,23 @@ def test_files_go_on_in_any_number_of_processes(files, in_loader, worlds, steps)
     assert sorted(cut_often(make, worlds, steps)) == sorted(joined(path.read_text().split() for path in files))
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_the_pass_after_one_that_other_processes_began(
+    files: list[Path], before: int, after: int, in_loader: bool
+) -> None:
+    """It is shuffled by its number, and not by that of the first one that these processes begin."""
+
+    def dataset() -> Any:
+        lines = data.TextLineDataset(files).shuffle(30, seed=3)
+        return DataLoader(lines, 2) if in_loader else lines.batch(2)
+
+    make = of(dataset, auto_shard_policy="FILE")
+    kept = run(make, (before, 2), passes=2, last=1)[1]
+    found = run(make, (after, 2), kept, passes=2)[0]
+    assert found[1] == run(make, (after, 2), passes=3)[0][2]
+
+
 def test_all_processes_get_one_state() -> None:
     def work(layout: InputLayout) -> bytes:
         dataset = distribute(DataLoader(Rows(12), 4, sampler=Stateful(12)), layout)

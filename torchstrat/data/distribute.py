@@ -171,6 +171,8 @@ def _opener(
                 number: (part.open_to_cut if is_cut else part.open)(saved.streams[number])
                 for number, part in parts.items()
             }
+            if pipelines != workers:  # they are not read again: the next pass, which is, is the one after theirs
+                source.settle({"passes": saved.streams[0].beginning.get("passes", -1) + 1})
         standing = FixedSizes(streams, source.declared_batch, layout, saved)
         here = _has_to_read_here(layout, [source], streams.values())
         return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False, here=here)
