@@ -19,6 +19,7 @@ import pytest
 from torchstrat.core.terminal import is_listening
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
+from torchstrat.launch.fork_server import Reaper
 from torchstrat.launch.launcher import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.local_cluster import ReservedPort
 from torchstrat.launch.supervised import (
@@ -165,6 +166,26 @@ def test_signals_for_a_process_whose_status_somebody_else_has_collected(knows: b
     supervised.request_stop()
     reaper.may_look.set()
     assert supervised.join(60)
+
+
+def test_a_process_whose_output_nobody_can_carry_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[Any] = []
+
+    def refuses_once(*arguments: Any) -> Any:
+        if refused:
+            return PrefixedOutput(*arguments)
+        refused.append(arguments[0])
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("torchstrat.launch.supervised.PrefixedOutput", refuses_once)
+    reaper = Reaper()
+    forever = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    supervised = SupervisedProcess("worker 0", Program(forever, os.environ, reaper), RestartPolicy(), Console())
+    assert supervised.process(60).poll() is None
+    assert refused[0].closed
+    supervised.request_stop()
+    assert supervised.join(60)
+    reaper.close()
 
 
 def test_how_processes_ended() -> None:

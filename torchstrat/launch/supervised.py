@@ -68,7 +68,12 @@ class PrefixedOutput:
         self._part = {False: b"", True: b""}  # the line that has not ended yet, of stdout and stderr
         self._process_ended, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._carry, name=f"output of {name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._process_ended)
+            os.close(self._wake)
+            raise
 
     def finish(self) -> None:
         """Show what is left, once the process has ended; then no thread and no pipe remains.
@@ -352,7 +357,14 @@ class SupervisedProcess:
             return f"could not be started ({error})"
         assert process.stdout is not None
         assert process.stderr is not None
-        output = PrefixedOutput(process.stdout, process.stderr, self.name, self._console)
+        try:
+            output = PrefixedOutput(process.stdout, process.stderr, self.name, self._console)
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left for what it prints
+            os.killpg(process.pid, signal.SIGKILL)
+            self._starter.collect(process, before_status=self._ended)
+            for stream in (process.stdout, process.stderr):
+                stream.close()
+            return f"could not be started ({error})"
         with self._changed:
             self._process, self._runs, self._start_asked = process, True, False
             self._changed.notify_all()
