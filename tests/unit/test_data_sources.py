@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+import torchstrat as ts
 from tests.support.input_ranks import components, distribute, joined, layout_in_process, on_ranks
 from torchstrat import PerReplica, data
 from torchstrat.data import (
@@ -29,7 +30,8 @@ from torchstrat.data import (
     Pipeline,
     TextLineDataset,
 )
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.errors import InvalidArgumentError, StructureMismatchError, WrongTypeError
+from torchstrat.testing import fake_tpu_strategy
 
 
 def read(dataset: Any, replicas: int = 2, **options: Any) -> list[Any]:
@@ -354,6 +356,49 @@ def test_a_batch_that_is_none_does_not_end_a_stream_of_rows() -> None:
     batches = ArrayDataset(torch.arange(6)).batch(2).map(lambda batch: None if 2 in batch else batch)
     with pytest.raises(WrongTypeError, match="no tensor and no array"):
         list(batches.rebatch(3))
+
+
+def in_order_of(first: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """As what follows the keys of a first row."""
+    return dict(sorted(columns.items(), reverse=first % 4 > 1))
+
+
+def test_columns_go_by_their_names() -> None:
+    def columns(batch: torch.Tensor) -> dict[str, Any]:
+        return in_order_of(int(batch[0]), {"x": batch, "y": batch + 10})
+
+    batches = ArrayDataset(torch.arange(7)).batch(2).map(columns)
+    for batch in batches.rebatch(3):
+        assert torch.equal(batch["x"] + 10, batch["y"])
+    for batch in distribute(DataLoader(batches, batch_size=None), auto_shard_policy="OFF"):
+        assert [(x + 10).tolist() for x in batch["x"].values] == [y.tolist() for y in batch["y"].values]
+    pairs = batches.map(lambda batch: [*batch.values()] if 2 in batch["x"] else tuple(batch.values()))
+    assert [len(pair[0]) for pair in pairs.rebatch(3)] == [3, 3, 1]
+    with pytest.raises(StructureMismatchError, match="a dict beside a list, or with another number"):
+        list(batches.map(lambda batch: batch if 0 in batch["x"] else [*batch.values()]).rebatch(3))
+    with pytest.raises(StructureMismatchError, match=r"keys \['x', 'y'\] beside one with \['x', 'z'\]"):
+        list(batches.map(lambda batch: batch if 0 in batch["x"] else {"x": batch["x"], "z": batch["y"]}).rebatch(3))
+
+
+def test_what_every_replica_gets_goes_by_its_name() -> None:
+    def collate(rows: list[int]) -> dict[str, Any]:
+        marked = data.same({"count": len(rows), "last": rows[-1]})
+        return in_order_of(rows[0], {**marked, "packed": torch.cat([torch.arange(row) for row in rows])})
+
+    loader: Any = DataLoader([1, 2, 3, 4], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    [batch] = distribute(loader)
+    assert {name: batch[name].values for name in ("count", "last")} == {"count": (4, 4), "last": (4, 4)}
+    assert [part.numel() for part in batch["packed"].values] == [3, 7]
+
+
+@pytest.mark.parametrize("make", [lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]), lambda: fake_tpu_strategy(2)])
+def test_batches_of_replicas_with_their_keys_in_other_orders(make: Callable[[], Any]) -> None:
+    strategy = make()
+    batches = [in_order_of(first, {"x": torch.arange(2) + first, "y": torch.zeros(2).long()}) for first in (0, 2)]
+    [batch] = strategy.distribute_datasets_from_function(lambda _: batches)
+    result = strategy.run(lambda batch: batch["x"] + batch["y"], args=(batch,))
+    assert [part.tolist() for part in strategy.local_results(result)] == [[0, 1], [2, 3]]
+    strategy.close()
 
 
 def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:

@@ -138,12 +138,16 @@ def map_structure(fn: Callable[..., object], first: Nest, *others: Nest) -> Nest
         return fn(first, *others)
     if not others:
         return rebuild(first, [map_structure(fn, child) for child in values_of(first)])
-    columns = [values_of(first), *(_values_beside(first, other) for other in others)]
+    columns = [values_of(first), *(values_beside(first, other) for other in others)]
     return rebuild(first, [map_structure(fn, *row) for row in zip(*columns, strict=True)])
 
 
-def _values_beside(first: Nest, other: Nest) -> list[Nest]:
-    """Of ``other``, in the order of ``first``."""
+def values_beside(first: Nest, other: Nest) -> list[Nest]:
+    """Of ``other``, in the order of ``first``; of dicts by key.
+
+    Raises:
+        StructureMismatchError: dicts have other keys.
+    """
     if not (_is_mapping(type(first)) and _is_mapping(type(other))):
         return values_of(other)
     if first.keys() != other.keys():
@@ -201,9 +205,3 @@ def _collect(container: Nest, found: list[object]) -> None:
             _collect(child, found)
         else:
             found.append(child)
-
-
-def unflatten(like: Nest, values: list[object]) -> Nest:
-    """The structure of ``like`` with its leaves replaced, in order, by ``values``."""
-    replacements = iter(values)
-    return map_structure(lambda _: next(replacements), like)

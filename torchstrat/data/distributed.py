@@ -579,14 +579,14 @@ def _zip(wrap: Callable[[tuple[object, ...]], object], components: tuple[nest.Ne
         return None
     if any(not nest.is_nested(component) or not component or rows.is_row_list(component) for component in components):
         return wrap(components)
-    found = [nest.values_of(component) for component in components]
     if not all(_is_alike(components[0], component) for component in components[1:]):
         return wrap(components)
+    found = [nest.values_beside(components[0], component) for component in components]
     return nest.rebuild(components[0], [_zip(wrap, column) for column in zip(*found, strict=True)])
 
 
 def _is_alike(first: nest.Nest, other: nest.Nest) -> bool:
-    return len(first) == len(other) and (not isinstance(first, Mapping) or list(first) == list(other))
+    return len(first) == len(other) and (not isinstance(first, Mapping) or first.keys() == other.keys())
 
 
 def _require_outside_replicas(strategy: StrategyLike, call: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import pinned
-from torchstrat.core.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, StructureMismatchError, WrongTypeError
 
 _MISSING: Final = object()
 
@@ -41,6 +41,22 @@ def children(value: object) -> list[nest.Nest]:
     if nest.is_nested(value):
         return nest.values_of(value)
     return [getattr(value, name) for name in names(value)]
+
+
+def children_beside(like: object, other: object) -> list[nest.Nest]:
+    """What ``other``, another container of its kind, holds, in the order of ``like``: what collate functions make of
+    rows with their keys in another order has them in another order.
+
+    Raises:
+        StructureMismatchError: it holds other things.
+    """
+    kinds = [(nest.is_nested(one), isinstance(one, Mapping)) for one in (like, other)]
+    if kinds[0] != kinds[1] or not is_container(other) or len(children(like)) != len(children(other)):
+        raise StructureMismatchError(
+            f"batches of one structure were needed; got a {type(like).__name__} beside a {type(other).__name__}, or "
+            f"with another number of entries: {like!r:.100} and {other!r:.100}. Hand out the same columns every time."
+        )
+    return nest.values_beside(like, other) if nest.is_nested(like) else children(other)
 
 
 def rebuild(like: object, values: list[object]) -> nest.Nest:
@@ -248,8 +264,10 @@ def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
         return whole
     if not is_container(whole) or type(whole) is not type(part):
         return part
-    ours, theirs = children(part), children(whole)
-    if len(ours) != len(theirs):
+    ours = children(part)
+    try:
+        theirs = children_beside(part, whole)
+    except StructureMismatchError:
         return part
     return with_children(part, ours, [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)])
 

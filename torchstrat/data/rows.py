@@ -37,6 +37,7 @@ from torchstrat.data.marks import (
     Marked,
     Same,
     children,
+    children_beside,
     is_container,
     is_opaque,
     rebuild,
@@ -345,9 +346,18 @@ def cut_batch(batch: nest.Nest, start: int, stop: int) -> nest.Nest:
 
 
 def join_batches(batches: list[nest.Nest]) -> nest.Nest:
-    """Batches of equal structure as one, rows in order."""
-    joined = iter([join(list(column)) for column in zip(*(row_leaves(batch) for batch in batches), strict=True)])
-    return map_rows(lambda _: next(joined), batches[0])
+    """Batches of equal structure as one, rows in order.
+
+    Raises:
+        StructureMismatchError: they hold other things.
+    """
+    first = batches[0]
+    if len(batches) == 1 or isinstance(first, Same) or all(batch is None for batch in batches):
+        return first
+    if _has_rows(first):
+        return join(batches)
+    columns = zip(children(first), *(children_beside(first, other) for other in batches[1:]), strict=True)
+    return rebuild(first, [join_batches(list(column)) for column in columns])
 
 
 def split_equally(batch: nest.Nest, num_replicas: int) -> list[nest.Nest]:

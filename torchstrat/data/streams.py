@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from torchstrat.core import nest
 from torchstrat.core._torch_private import version_of
 from torchstrat.core.engine import InputLayout
-from torchstrat.core.errors import InvalidArgumentError
+from torchstrat.core.errors import InvalidArgumentError, StructureMismatchError
 from torchstrat.data import rows, spec
 from torchstrat.data.marks import (
     Along,
@@ -32,6 +32,7 @@ from torchstrat.data.marks import (
     Same,
     can_mark,
     children,
+    children_beside,
     is_container,
     is_opaque,
     names,
@@ -194,9 +195,11 @@ def _narrowed(dims: Dims, whole: nest.Nest, part: nest.Nest, count: int, fewer: 
                 return False
         if type(whole) is not type(part):
             return False
-        pairs = list(zip(_below(whole, path), _below(part, path), strict=False))
-        same = len(children(whole)) == len(children(part))
-        return same and all(compare(one, other, below) for (below, one), (_, other) in pairs)
+        try:
+            beside = children_beside(whole, part)
+        except StructureMismatchError:
+            return False
+        return all(compare(one, other, below) for (below, one), other in zip(_below(whole, path), beside, strict=True))
 
     return narrowed if compare(whole, part, "batch") else None
 

@@ -204,7 +204,7 @@ class LanePlacement:
     def place(self, step: Step) -> tuple[Step, tuple[()]]:
         """Start the copies, where all replicas have as many rows; uneven batches are taken apart when they are run, and
         what is not on the host or has too many dimensions is stacked then: that is recorded, by one thread alone."""
-        structures = [nest.flatten(component) for component in step.components]
+        structures = [nest.flatten_by_keys(component) for component in step.components]
         if len(set(map(len, structures))) > 1:
             return step, ()  # lists with an entry for each row
         columns = list(zip(*structures, strict=True))
@@ -214,7 +214,7 @@ class LanePlacement:
         for column in columns:
             for own, leaf in zip(placed, self._placed(column), strict=True):
                 own.append(leaf)
-        components = tuple(nest.unflatten(like, own) for like, own in zip(step.components, placed, strict=True))
+        components = tuple(_with_leaves(like, own) for like, own in zip(step.components, placed, strict=True))
         return Step(components, step.rows, step.checksum), ()
 
     def _placed(self, column: Sequence[object]) -> Sequence[object]:
@@ -228,6 +228,12 @@ class LanePlacement:
     def receive(self, placed: tuple[Step, tuple[object, ...]]) -> Step:
         """In the thread that uses the batches: the runtime orders copies before their use by itself."""
         return placed[0]
+
+
+def _with_leaves(like: nest.Nest, leaves: list[object]) -> nest.Nest:
+    """``like`` with these in the places of what `nest.flatten_by_keys` finds in it."""
+    remaining = iter(leaves)
+    return nest.map_by_keys(lambda _: next(remaining), like)
 
 
 def _is_even(column: Sequence[object]) -> bool:
