@@ -409,10 +409,13 @@ def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
     assert callable(lines.open)
 
 
-def test_equal_sets_are_equal_data_on_all_ranks() -> None:
+def test_equal_sets_and_dicts_are_equal_data_on_all_ranks() -> None:
     def read(layout: InputLayout) -> list[Any]:
         tags = {0, 8} if layout.worker_index else {8, 0}
-        return [components(rows) for rows, _ in distribute([(torch.arange(2), data.same(tags))], layout)]
+        columns = in_order_of(
+            2 * layout.worker_index, {"x": torch.arange(2), "y": torch.zeros(2), "t": data.same(tags)}
+        )
+        return [components(batch["x"]) for batch in distribute([columns], layout)]
 
     assert repr({0, 8}) != repr({8, 0})
     assert on_ranks(2, read)[0] == [[[[0]]], [[[1]]]]

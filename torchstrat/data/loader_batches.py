@@ -109,7 +109,7 @@ class CollateAndSplit:
         before = stands(examples) if self._may_write else []
         whole = self.convert(self.collate(examples))
         self._may_write = any(stand_of(leaf) != stand for leaf, stand in before)
-        checksum = rows.checksum(whole) if self.compare else None
+        checksum = rows.checksum_by_keys(whole) if self.compare else None
         self.compare = False
         marked = self._reading.marked(whole, kept)
         parts = None if marked is None else self._cut(marked, sizes)
@@ -121,7 +121,7 @@ class CollateAndSplit:
         """Of a data set whose ``__getitems__`` makes a batch, instead of a list of examples: by its rows alone."""
         sizes = equal_chunks(require_aligned(whole), self.num_replicas)
         parts = rows.split_by_sizes(whole, sizes)
-        checksum = rows.checksum(whole) if self.compare else None
+        checksum = rows.checksum_by_keys(whole) if self.compare else None
         self.compare = False
         return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
 

@@ -365,7 +365,7 @@ def equal_chunk_steps(
         InvalidArgumentError: leaves have different numbers of rows, or none.
     """
     for index, batch in enumerate(batches):
-        checksum = rows.checksum(batch) if compare and index == 0 and layout.num_workers > 1 else None
+        checksum = rows.checksum_by_keys(batch) if compare and index == 0 and layout.num_workers > 1 else None
         if layout.num_replicas == 1:
             yield Step((batch,), (rows_or_one(batch),), checksum)
             continue
