@@ -88,6 +88,20 @@ def test_a_spec_of_the_wrong_types(cluster: Any) -> None:
         ClusterSpec(cluster)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ({0: "a:1", "0": "b:1"}, r"twice: its indices are \[0, '0'\]"),
+        ({-1: "a:1"}, r"task index=-1; it must be a whole number of at least 0"),
+        ({"x": "a:1"}, r"task index='x'; it must be"),
+        ({1.5: "a:1"}, r"task index=1\.5; it must be"),
+    ],
+)
+def test_a_spec_of_tasks_without_a_number_of_their_own(tasks: Any, message: str) -> None:
+    with pytest.raises(ClusterConfigError, match=f"job 'worker' has a.* {message}"):
+        ClusterSpec({"worker": tasks})
+
+
 def test_the_chief_comes_first_and_evaluators_count_apart() -> None:
     cluster = {"chief": ["a"], "worker": ["b", "c"], "ps": ["d"], "evaluator": ["e"]}
     assert [id_in_cluster(cluster, *one) for one in (("chief", 0), ("worker", 1), ("evaluator", 0))] == [0, 2, 0]

@@ -35,7 +35,7 @@ class ClusterSpec:
 
     Raises:
         WrongTypeError: a job's name or an address is not a string, or the tasks come in another container.
-        ClusterConfigError: a task index is not a number.
+        ClusterConfigError: a task index is no whole number of at least 0, or there twice.
     """
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, object]) -> None:
@@ -112,14 +112,10 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
             f"the tasks of job {job!r} must be a list of addresses or a dict from index to address; got "
             f"{type(tasks).__name__} {tasks!r}. Write ['host:port', …]."
         )
-    return dict(sorted((_task_index(job, index), _address(job, index, tasks[index])) for index in tasks))
-
-
-def _task_index(job: str, index: Any) -> int:
-    try:
-        return int(index)
-    except (TypeError, ValueError):
-        raise ClusterConfigError(f"job {job!r} has a task {index!r}; task indices are whole numbers.") from None
+    found = {_index(f"job {job!r} has a task index", index): _address(job, index, tasks[index]) for index in tasks}
+    if len(found) < len(tasks):
+        raise ClusterConfigError(f"job {job!r} has a task twice: its indices are {list(tasks)}; number each task once.")
+    return dict(sorted(found.items()))
 
 
 def _address(job: str, index: object, address: object) -> str:
