@@ -103,6 +103,20 @@ def test_marked_leaves_are_cut_joined_and_emptied_as_said() -> None:
         assert batch["mask"]["n"].values == (2,) * replicas
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr"])
+def test_sparse_rows_are_joined_in_their_layout(layout: str) -> None:
+    def sparse(rows: torch.Tensor) -> torch.Tensor:
+        return (
+            rows.to_sparse_bsr((1, 2)) if layout == "bsr" else rows.to_sparse(layout=getattr(torch, f"sparse_{layout}"))
+        )
+
+    rows = torch.arange(12.0).reshape(3, 4)
+    [joined] = distribute(Declared([sparse(rows[:1]), sparse(rows[1:])], 3), auto_shard_policy="OFF")
+    assert [part.to_dense().tolist() for part in joined.values] == [rows[:2].tolist(), rows[2:].tolist()]
+    assert {part.layout for part in joined.values} == {getattr(torch, f"sparse_{layout}")}
+
+
 def test_marks_survive_pickling_and_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self + 1)
     for mark in (ts.data.same(torch.ones(2)), ts.data.axis(torch.ones(2, 2), -1)):

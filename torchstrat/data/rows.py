@@ -294,14 +294,19 @@ def _cut_along(leaf: Leaf, dim: int, start: int, stop: int) -> Leaf:
     index = torch.arange(start, stop, device=leaf.device)
     if leaf.layout is torch.sparse_coo:
         return leaf.index_select(dim, index)
-    try:  # compressed rows, columns or blocks, which torch does not cut itself
-        blocks = tuple(leaf.values().shape[1:3]) if leaf.layout in (torch.sparse_bsr, torch.sparse_bsc) else None
-        return leaf.to_sparse_coo().index_select(dim, index).to_sparse(layout=leaf.layout, blocksize=blocks)
+    try:
+        return _compressed(leaf.to_sparse_coo().index_select(dim, index), leaf)
     except RuntimeError as error:
         raise WrongTypeError(
             f"a batch holds a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)}, which cannot be cut to "
             f"rows {start} to {stop}: {error}. Hand out sparse COO tensors."
         ) from error
+
+
+def _compressed(leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A COO tensor with compressed rows, columns or blocks, which torch neither cuts nor joins itself."""
+    blocks = tuple(like.values().shape[1:3]) if like.layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    return leaf.to_sparse(layout=like.layout, blocksize=blocks)
 
 
 def _cut_nested(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -337,7 +342,12 @@ def join(leaves: list[Leaf]) -> Leaf:
 
 
 def _join_along(leaves: list[Leaf], dim: int) -> Leaf:
-    return np.concatenate(leaves, dim) if isinstance(leaves[0], np.ndarray) else torch.cat(leaves, dim)
+    first = leaves[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(leaves, dim)
+    if first.layout in (torch.strided, torch.sparse_coo):
+        return torch.cat(leaves, dim)
+    return _compressed(torch.cat([leaf.to_sparse_coo() for leaf in leaves], dim), first)
 
 
 def cut_batch(batch: nest.Nest, start: int, stop: int) -> nest.Nest:
