@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +20,7 @@ from torchstrat.core.terminal import is_listening
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.fork_server import Reaper
-from torchstrat.launch.launcher import LaunchOptions, coordinator_command, parse
+from torchstrat.launch.launcher import LaunchOptions, coordinator_command, launch, parse
 from torchstrat.launch.local_cluster import ReservedPort
 from torchstrat.launch.supervised import (
     Console,
@@ -186,6 +186,42 @@ def test_a_process_whose_output_nobody_can_carry_is_started_again(monkeypatch: p
     supervised.request_stop()
     assert supervised.join(60)
     reaper.close()
+
+
+class TakesTime:
+    """In place of the cluster, and of the evaluator. The cluster's end takes so long that a signal comes."""
+
+    hurried: ClassVar[list[str]] = []
+
+    def __init__(self, *arguments: Any, **_: object) -> None:
+        self.name = "evaluator" if arguments[0] == ("true",) else "cluster"
+
+    def __enter__(self) -> TakesTime:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def environment_of(self, job: str, index: int) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def hurry(self) -> None:
+        self.hurried.append(self.name)
+
+    def finish(self, *, training_is_done: bool) -> None:
+        assert training_is_done
+
+
+def test_a_signal_while_the_cluster_ends_is_for_the_evaluator_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Cluster", "EvaluatorProcess"):
+        monkeypatch.setattr(f"torchstrat.launch.launcher.{name}", TakesTime)
+    options = LaunchOptions(
+        ps=1, workers=1, command=("true",), env={}, restarts=0, restart_ps=True, grace_seconds=1.0, evaluator=True
+    )
+    assert launch(options) == 0
+    assert TakesTime.hurried == ["cluster", "evaluator"]
 
 
 def test_how_processes_ended() -> None:

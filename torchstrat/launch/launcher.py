@@ -347,8 +347,8 @@ def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAN
             mark_finished = stack.enter_context(told_directories())
         status = coordinator.run(options.command)
         if coordinator.evaluator is not None:
-            cluster.close()  # workers and servers have nothing more to do
             coordinator.is_over = True
+            cluster.close()  # workers and servers have nothing more to do
             if status == 0:
                 mark_finished()
             coordinator.evaluator.finish(training_is_done=status == 0)
@@ -365,7 +365,7 @@ class _Coordinator:
     def __init__(self, cluster: Cluster) -> None:
         self.evaluator: EvaluatorProcess | None = None
         self.is_over = False
-        """Its process has ended, and the launcher waits for the evaluator alone."""
+        """Its process has ended, and the launcher waits for the others."""
         self._cluster = cluster
         self._process: subprocess.Popen[bytes] | None = None
         self._runs = False
