@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler, default_collate
 
 from tests.support.datasets import Numbers, Stream
 from tests.support.input_ranks import components, distribute, distribute_from_function, joined, on_ranks
@@ -152,12 +152,19 @@ def test_what_ranks_say_to_each_other_about_an_order() -> None:
     assert in_steps(results) == [[9, 8, 7], [6, 5, 4], [3, 2, 1], [0]]
     assert calls[1] == [LENGTH, *[INDICES] * 6]
 
-    def of_another_length(rank: int) -> DataLoader[Any]:
-        return DataLoader(Numbers(10), batch_size=5, sampler=RandomSampler(range(10), num_samples=5 * (rank + 1)))
+    of_length: list[Callable[[int], Sampler[int]]] = [
+        lambda count: RandomSampler(range(10), num_samples=count),
+        lambda count: RandomSampler(range(count), num_samples=5),
+        lambda count: SequentialSampler(range(count)),
+    ]
+    for sampler in of_length:
 
-    results, calls = read(of_another_length, 2)
-    assert calls[0] == [LENGTH, *[INDICES] * 3]
-    assert len(results[0]) == len(results[1]) == 1
+        def of_another_length(rank: int, sampler: Any = sampler) -> DataLoader[Any]:
+            return DataLoader(Numbers(10), batch_size=5, sampler=sampler(5 * (rank + 1)))
+
+        results, calls = read(of_another_length, 2)
+        assert calls[0] == [LENGTH, *[INDICES] * 3]
+        assert len(results[0]) == len(results[1]) == 1
 
 
 def test_an_endless_sampler() -> None:

@@ -540,7 +540,7 @@ class IndexOrder:
         elif isinstance(own, SubsetRandomSampler):
             numbers = list(own.indices)
         settings = [getattr(sampler, name, None) for name in ("batch_size", "drop_last")]
-        settings += [getattr(own, name, None) for name in ("num_samples", "replacement")]
+        settings += [len_of(own), len_of(getattr(own, "data_source", None)), getattr(own, "replacement", None)]
         seeded = getattr(own, "generator", None) is not None
         return (type(own).__name__, seeded, str(settings), zlib.crc32(repr(numbers).encode()))
 
