@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import torchstrat as ts
 from tests.support.input_ranks import components, distribute, on_ranks
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.errors import InvalidArgumentError, StructureMismatchError, WrongTypeError
 
 
 def jagged(*values: list[int]) -> torch.Tensor:
@@ -115,6 +115,15 @@ def test_sparse_rows_are_joined_in_their_layout(layout: str) -> None:
     [joined] = distribute(Declared([sparse(rows[:1]), sparse(rows[1:])], 3), auto_shard_policy="OFF")
     assert [part.to_dense().tolist() for part in joined.values] == [rows[:2].tolist(), rows[2:].tolist()]
     assert {part.layout for part in joined.values} == {getattr(torch, f"sparse_{layout}")}
+
+
+@pytest.mark.parametrize(
+    "other", [None, torch.ones(3, 3), ts.data.axis(torch.ones(3, 3), 0), ts.data.same(1), ts.data.examples([1, 2, 3])]
+)
+def test_marks_that_differ_between_batches_whose_rows_are_joined(other: Any) -> None:
+    batches = [(torch.ones(3), ts.data.axis(torch.ones(3, 3), 1)), (torch.ones(3), other)]
+    with pytest.raises(StructureMismatchError, match=r"(?s)in different ways: Along\(.*Mark all batches alike"):
+        list(distribute(Declared(batches, 4), auto_shard_policy="OFF"))
 
 
 def test_marks_survive_pickling_and_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

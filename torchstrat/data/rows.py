@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat.core import nest
 from torchstrat.core._torch_private import ragged_dim
-from torchstrat.core.errors import InvalidArgumentError, TorchstratError, WrongTypeError
+from torchstrat.core.errors import InvalidArgumentError, StructureMismatchError, TorchstratError, WrongTypeError
 from torchstrat.core.tensor_bytes import bytes_of
 from torchstrat.data.marks import (
     Along,
@@ -362,12 +362,24 @@ def join_batches(batches: list[nest.Nest]) -> nest.Nest:
         StructureMismatchError: they hold other things.
     """
     first = batches[0]
-    if len(batches) == 1 or isinstance(first, Same) or all(batch is None for batch in batches):
+    if len(set(map(_mark_of, batches))) > 1:
+        raise StructureMismatchError(
+            f"rows of two batches belong to one, and their columns are marked in different ways: {first!r:.100} and "
+            f"{next(one for one in batches if _mark_of(one) != _mark_of(first))!r:.100}. Mark all batches alike."
+        )
+    if len(batches) == 1 or first is None or isinstance(first, Same):
         return first
     if _has_rows(first):
         return join(batches)
     columns = zip(children(first), *(children_beside(first, other) for other in batches[1:]), strict=True)
     return rebuild(first, [join_batches(list(column)) for column in columns])
+
+
+def _mark_of(batch: nest.Nest) -> object:
+    """What joined columns have in common: a mark and its dimension, nothing at all, or neither."""
+    if isinstance(batch, Marked):
+        return type(batch), batch.dim if isinstance(batch, Along) else None
+    return batch is None
 
 
 def split_equally(batch: nest.Nest, num_replicas: int) -> list[nest.Nest]:
