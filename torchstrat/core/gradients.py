@@ -155,10 +155,12 @@ def is_watched(tensor: torch.Tensor) -> bool:
 def _has_users(hooks: dict[int, object] | None) -> bool:
     """Whether some are not a strategy's. Of another strategy over the same tensors, too: one that was dropped without
     `close` has its hooks until it is collected, which may be between two replicas' turns."""
-    for hook in hooks.values() if hooks else ():  # noqa: SIM110 (asked of every gradient: a generator costs more)
-        if not isinstance(hook, GradientHook):
-            return True
-    return False
+    return hooks is not None and any(not isinstance(hook, GradientHook) for hook in hooks.values())
+
+
+def _has_others(hooks: dict[int, object] | None) -> bool:
+    """`_has_users`, for a hook that is one of them: alone for nearly every gradient."""
+    return hooks is not None and len(hooks) > 1 and _has_users(hooks)
 
 
 def _may_require_grad(tensor: torch.Tensor) -> bool:
@@ -184,7 +186,7 @@ class _Late(GradientHook):
             return
         with DisableTorchFunction():
             if tensor.requires_grad:  # else frozen since the forward pass: PyTorch calls, and has accumulated nothing
-                sink.after_accumulation(tensor, _has_users(hooks_after_accumulation(tensor)))
+                sink.after_accumulation(tensor, _has_others(hooks_after_accumulation(tensor)))
 
 
 class _Early(GradientHook):
@@ -197,7 +199,7 @@ class _Early(GradientHook):
         if sink is None or tensor is None:
             return None
         with DisableTorchFunction():
-            return sink.before_accumulation(tensor, gradient, _has_users(hooks_on_gradient(tensor)))
+            return sink.before_accumulation(tensor, gradient, _has_others(hooks_on_gradient(tensor)))
 
 
 # -- what has been combined ----------------------------------------------------------------------------------------
