@@ -513,6 +513,16 @@ def thread(ended: list[Any]) -> EventThread[str]:
     return thread
 
 
+def test_a_question_that_ends_the_thread_is_answered(thread: EventThread[str], ended: list[Any]) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit):
+        pool.submit(thread.ask, leave).result(SOON)
+    thread.join()
+    assert [type(outcome) for outcome in ended] == [SystemExit]
+
+
 def test_a_thread_that_has_ended_answers_nobody(thread: EventThread[str], ended: list[Any]) -> None:
     assert thread.ask(lambda: 6 * 7) == 42
     with pytest.raises(ZeroDivisionError):

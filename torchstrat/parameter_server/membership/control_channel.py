@@ -363,6 +363,8 @@ def _happen(event: _Event) -> Any:
         return event.action()
     try:
         event.answer.set_result(event.action())
-    except Exception as error:
+    except BaseException as error:  # also SystemExit, which ends this thread: who asked would wait without end
         event.answer.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
     return None
