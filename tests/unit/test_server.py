@@ -137,6 +137,7 @@ def test_it_drains_on_sigterm_and_the_handler_is_put_back(on_sigterm: Any) -> No
         (None, {"TORCHSTRAT_ORPHAN_TIMEOUT": "5"}, "5 s"),
         (2.0, {"TORCHSTRAT_ORPHAN_TIMEOUT": "5"}, "2 s"),
         (None, {"TORCHSTRAT_ORPHAN_TIMEOUT": "inf"}, "without limit"),
+        (1e10, {}, "without limit"),
         (0.0, {}, "0 s"),
     ],
 )

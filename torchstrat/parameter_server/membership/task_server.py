@@ -294,7 +294,7 @@ def _orphan_timeout(seconds: float | None) -> float | None:
         limit = -1.0
     if not limit >= 0:
         raise ClusterConfigError(f"{source}={given!r} must be a number of seconds of at least 0, or inf.")
-    return None if limit == float("inf") else limit
+    return None if limit > threading.TIMEOUT_MAX else limit
 
 
 def end_even_if_stuck(code: int) -> None:
