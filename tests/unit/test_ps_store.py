@@ -447,6 +447,22 @@ def test_edits_broadcast_and_rows_that_repeat_accumulate(op: Any) -> None:
     assert torch.equal(whole(store), expected)
 
 
+@pytest.mark.parametrize(
+    ("value", "divisors", "expected"),
+    [
+        (torch.tensor([[100]], dtype=torch.int8), [[20], [20]], 0),
+        (torch.tensor([[1e38]]), [[1e30], [1e30]], 1e-22),
+    ],
+)
+def test_rows_are_divided_again_and_again_also_by_more_than_their_dtype_holds(
+    value: torch.Tensor, divisors: list[list[float]], expected: float
+) -> None:
+    store = make_store(value)
+    edit = ShardEdit((0, 0), "div", torch.tensor(divisors, dtype=value.dtype), torch.tensor([0, 0]))
+    store.push(push_of(edits=(edit,)))
+    assert whole(store).item() == pytest.approx(expected)
+
+
 def test_a_scalar_is_edited_and_stepped_and_has_no_rows() -> None:
     optimizer = sgd(torch.tensor(2.0))
     store = stepped_by(optimizer, torch.tensor(2.0))

@@ -81,10 +81,15 @@ def _edited(current: torch.Tensor, op: EditOp, value: torch.Tensor, where: torch
         order = torch.arange(len(where), device=where.device)
         last = torch.zeros(len(current), dtype=order.dtype, device=where.device)
         return value[last.scatter_reduce_(0, where, order, "amax", include_self=False)]
+    if op == "div":  # one after the other: a product of divisors may be more, or less, than the dtype holds
+        order = torch.argsort(where, stable=True)
+        counts = torch.bincount(where, minlength=len(current))
+        nth = torch.arange(len(where), device=where.device) - (counts.cumsum(0) - counts)[where[order]]
+        for turn in range(int(counts.max()) if len(where) else 0):
+            places = order[nth == turn]
+            current[where[places]] = _divided(current[where[places]], value[places])
+        return current
     positions = where.reshape(-1, *[1] * (value.dim() - 1)).expand_as(value)
-    if op == "div":
-        divisor = torch.ones_like(current).scatter_reduce_(0, positions, value, "prod")
-        return _divided(current, divisor)
     return current.scatter_reduce_(0, positions, value, _REDUCTIONS[op])
 
 
