@@ -349,6 +349,15 @@ class CountsInGroup(PerTensor):
         p.sub_(grad, alpha=group["lr"] / group["k"])
 
 
+class HalvesInPlace(PerTensor):
+    """Changes in place what is in ``param_groups``: a tensor and a list."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        p.sub_(grad, alpha=float(group["rate"]) * group["rates"][0])
+        group["rate"].mul_(0.5)
+        group["rates"][0] *= 0.5
+
+
 class Lists(PerTensor):
     """State in a list beside the parameters, all of which each step changes."""
 
@@ -455,6 +464,20 @@ def test_what_steps_have_set_is_there_after_join() -> None:
         job.program.coordinator.join()
         assert (job.group["k"], job.optimizer.steps) == (2, 2)
         assert job.values() == pytest.approx([-1 - 1 / 2 - 1 / 3 - 1 / 2])
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_steps_change_in_place_in_a_group_stays_changed(is_told: bool) -> None:
+    with stepping(HalvesInPlace, rate=torch.tensor(1.0), rates=[1.0]) as job:
+        for _ in range(3):
+            job.step(ONES)
+            if is_told:
+                job.program.coordinator.join()
+        assert job.values() == [-1.3125]
+        job.program.coordinator.join()
+        job.group["rates"] = [1.0]
+        job.step(ONES)
+        assert job.values() == [-1.4375]
 
 
 @pytest.mark.parametrize("cls", [CountsInGroup, Lists])

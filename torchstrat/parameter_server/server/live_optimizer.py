@@ -49,7 +49,7 @@ class _Group:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
-        self.given = self.options
+        self.given = {name: _apart(value) for name, value in self.options.items()}
         self.handed_out: dict[str, list[object]] = {}
 
     @property
@@ -58,7 +58,8 @@ class _Group:
 
     def apart(self) -> _Group:
         """Another one with the same contents, for an optimizer that has had this one, too."""
-        made = _Group({**self.group, "params": list(self.group["params"])})
+        options = {name: _apart(value) for name, value in self.options.items()}
+        made = _Group({**options, "params": list(self.group["params"])})
         made.given = dict(self.given)
         made.handed_out = {name: list(values) for name, values in self.handed_out.items()}
         return made
@@ -69,7 +70,7 @@ class _Group:
             del self.given[name]
             self.group.pop(name, None)
         for name, value in list(self._set_by_program(options)):
-            self.group[name] = self.given[name] = value
+            self.group[name], self.given[name] = value, _apart(value)
 
     def set_by_both(self, options: Options) -> Iterator[tuple[str, object]]:
         """What the program sets that steps have set, too."""
@@ -383,6 +384,12 @@ def _gradients_of(step: OptimizerStep, shards: HeldShards) -> dict[ShardKey, tor
     for key, ids, rows in step.rows:
         gradients[key] = sparse_rows(ids.clone(), rows.clone(), shards.tensor(key).shape[0])
     return gradients
+
+
+def _apart(value: object) -> object:
+    """A copy, which stays as it is when a step changes the value in place; of what cannot be told apart, itself."""
+    copied = copy.deepcopy(value) if may_be_copied(value) else value
+    return copied if are_equal(copied, value) else value
 
 
 def _has(options: Options, name: str, value: object) -> bool:
