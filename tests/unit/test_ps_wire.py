@@ -4,11 +4,13 @@ reply belongs to one request, and who is silent for too long is found out. Time 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import random
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +20,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchstrat.errors import AuthenticationError, InvalidArgumentError
-from torchstrat.parameter_server.interface import Peer, Task
+from torchstrat.parameter_server.interface import Handler, Peer, Task
 from torchstrat.parameter_server.same_host.channel import DTYPE_NUMBERS, Channel
 from torchstrat.parameter_server.same_host.channel import Request as SharedRequest
-from torchstrat.parameter_server.same_host.connection import Callee
+from torchstrat.parameter_server.same_host.connection import Callee, Caller, Process
+from torchstrat.parameter_server.same_host.pool import SharedPool
 from torchstrat.parameter_server.transport.auth import WINDOW, Kind, ReplayWindow, Sealer
 from torchstrat.parameter_server.transport.failure_detector import Beat, Heartbeat, Silence
-from torchstrat.parameter_server.transport.requests import REFUSAL, Envelopes, Packed, pack, unpack
+from torchstrat.parameter_server.transport.requests import (
+    REFUSAL,
+    Answerer,
+    Envelopes,
+    Packed,
+    pack,
+    pack_request,
+    result_of,
+    unpack,
+)
 
 SECRET = b"known to all"
 WORKER = Peer(Task("worker", 0), "a11ce", "uv://127.0.0.1:1", "here", 1)
@@ -361,6 +373,20 @@ def test_what_cannot_be_pickled_says_so() -> None:
 
 
 # -- in memory that is shared ------------------------------------------------------------------------------------------
+
+
+def test_an_answer_may_have_more_tensors_than_a_message_holds() -> None:
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer, pool, ended = Peer(Task("ps", 0), "a", ""), SharedPool(), threading.Event()
+    answerer = Answerer(peer)
+    answerer.serve({"count": Handler(lambda _, number: [torch.full((1,) * 40, n) for n in range(number)])})
+    Callee(Channel(its), peer, answerer.answer, on_sign=lambda: None, on_end=ended.set).start()
+    caller = Caller(Channel(mine, pool), pool, peer, Process(os.getpid()), on_broken=lambda: None, on_sign=lambda: None)
+    found: Future[Packed] = Future()
+    assert caller.call("count", pack_request(2_000, "count"), 200.0, lambda answer: found.set_result(answer()))
+    assert [int(one) for one in result_of(found.result(200))] == list(range(2_000))
+    caller.hang_up()
+    assert ended.wait(20)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -66,6 +66,13 @@ class Answer(NamedTuple):
     parts: tuple[Part, ...]
 
 
+class More(NamedTuple):
+    """Parts of the answer to come, behind those that were sent before: one message does not hold them all."""
+
+    call: int
+    parts: tuple[Part, ...]
+
+
 class Written(NamedTuple):
     """What was asked is done, and the first so many tensors of the answer to come lie where the caller wanted them."""
 
@@ -94,9 +101,9 @@ class Dropped(NamedTuple):
     call: int
 
 
-Message: TypeAlias = Request | Answer | Written | NeedsRoom | Room | Dropped
+Message: TypeAlias = Request | Answer | More | Written | NeedsRoom | Room | Dropped
 
-_KINDS: tuple[type[object], ...] = (Request, Answer, Written, NeedsRoom, Room, Dropped)
+_KINDS: tuple[type[object], ...] = (Request, Answer, More, Written, NeedsRoom, Room, Dropped)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from torchstrat.parameter_server.same_host.channel import (
     Answer,
     Channel,
     Dropped,
+    More,
     NeedsRoom,
     Part,
     Request,
@@ -67,6 +68,8 @@ Arrived = Callable[[Callable[[], Packed]], None]
 """Called once, with a function that returns the answer or raises why there is none."""
 
 _LONG_BYTES = 32 << 10
+_MOST_PARTS = 128
+"""In one message."""
 _DEATH_SECONDS = 7.0
 """A process that has hung up is usually about to end. One that is not (it was stopped, and given up) costs the memory
 of its open calls."""
@@ -75,7 +78,8 @@ of its open calls."""
 @dataclass
 class _Call:
     """``due``: on the monotonic clock. ``kept``: memory that the other end may use until it has answered. ``arrived``:
-    None once the caller was told that it took too long. ``on_written``: see `Endpoint.call`."""
+    None once the caller was told that it took too long. ``on_written``: see `Endpoint.call`. ``parts``: of the
+    answer, the first."""
 
     method: str
     arrived: Arrived | None
@@ -84,6 +88,7 @@ class _Call:
     into: Sequence[torch.Tensor]
     kept: list[torch.Tensor]
     on_written: Callable[[int], None] | None
+    parts: list[Part] = field(default_factory=list)
 
 
 class Caller:
@@ -214,6 +219,8 @@ class Caller:
                     self._answered(message)
                     if self._channel.has_news:  # that the other end need not keep mapped what this call was given
                         self._send(Dropped(message.call))
+                elif isinstance(message, More):
+                    self._got_parts(message)
                 elif isinstance(message, Written):
                     self._was_written(message)
                 elif isinstance(message, NeedsRoom):
@@ -239,10 +246,14 @@ class Caller:
             call = None if self._calls is None else self._calls.pop(answer.call, None)
         if call is None or call.arrived is None:
             return
-        into, kept = call.into, call.kept
-        call.arrived(
-            lambda: Packed(self._text(answer.data, kept), [self._tensor(part, into, kept) for part in answer.parts])
-        )
+        into, kept, parts = call.into, call.kept, (*call.parts, *answer.parts)
+        call.arrived(lambda: Packed(self._text(answer.data, kept), [self._tensor(part, into, kept) for part in parts]))
+
+    def _got_parts(self, more: More) -> None:
+        with self._lock:
+            call = None if self._calls is None else self._calls.get(more.call)
+        if call is not None:
+            call.parts.extend(more.parts)
 
     def _was_written(self, news: Written) -> None:
         with self._lock:
@@ -425,9 +436,13 @@ class Callee:
                 data = placed.pop()
             for index, part in zip(moving, placed, strict=True):
                 parts[index] = part
-        self._tell(Answer(call, data, tuple(part for part in parts if part is not None)))
+        found = [part for part in parts if part is not None]
+        while len(found) > _MOST_PARTS:
+            self._tell(More(call, tuple(found[:_MOST_PARTS])))
+            del found[:_MOST_PARTS]
+        self._tell(Answer(call, data, tuple(found)))
 
-    def _tell(self, message: Answer | Written | NeedsRoom) -> None:
+    def _tell(self, message: Answer | More | Written | NeedsRoom) -> None:
         try:
             self._channel.send(message)
         except (OSError, TooLongError):
