@@ -5,6 +5,7 @@ That steps have the numbers of one device is shown by programs: tests/unit/test_
 
 from __future__ import annotations
 
+import collections
 import itertools
 import pickle
 import re
@@ -42,7 +43,7 @@ from tests.support.server_stores import (
 from torchstrat import Ftrl
 from torchstrat.core import memory
 from torchstrat.core.memory import available_bytes
-from torchstrat.core.optimizers import Kind, Tier
+from torchstrat.core.optimizers import Gradients, Kind, Tier
 from torchstrat.errors import (
     CommunicationTimeoutError,
     FencedError,
@@ -461,6 +462,33 @@ def test_rows_are_divided_again_and_again_also_by_more_than_their_dtype_holds(
     edit = ShardEdit((0, 0), "div", torch.tensor(divisors, dtype=value.dtype), torch.tensor([0, 0]))
     store.push(push_of(edits=(edit,)))
     assert whole(store).item() == pytest.approx(expected)
+
+
+class KeepsGradient(PerTensor):
+    """Without a copy, where nobody looks for it."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        last = self.state[p].setdefault("last", collections.deque(maxlen=1))
+        for earlier in last:
+            p.sub_(earlier.to_dense())
+        last.append(grad)
+
+
+@pytest.mark.parametrize(("gradients", "rows_only"), [(Gradients.ALIKE, True), (Gradients.BY_LAYOUT, False)])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_gradients_that_an_optimizer_keeps_are_not_the_senders_memory(
+    gradients: Gradients, rows_only: bool, by_rows: bool
+) -> None:
+    optimizer = KeepsGradient([nn.Parameter(torch.zeros(2, 1))])
+    store = make_store(torch.zeros(2, 1))
+    add_optimizer(store, optimizer, [[0]], Kind(Tier.ELEMENTS, gradients), rows_only=rows_only)
+    for _ in range(2):
+        sent, ids = torch.ones(2, 1), torch.arange(2)
+        step = row_step(optimizer, ids, sent) if by_rows else dense_step(optimizer, v0=sent)
+        store.push(push_of(steps=(step,)))
+        sent.fill_(7.0)
+        ids.fill_(1)
+    assert whole(store).flatten().tolist() == [-1.0, -1.0]
 
 
 def test_a_scalar_is_edited_and_stepped_and_has_no_rows() -> None:

@@ -26,7 +26,6 @@ from torchstrat.checkpoint.pieces import goes_by_rows
 from torchstrat.core.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.core.memory import check_fits
 from torchstrat.core.optimizers import Gradients, Places, Tier, is_listed, keep_elements
-from torchstrat.core.tensor_classes import tensors_in
 from torchstrat.parameter_server.messages import (
     Accumulation,
     NewOptimizer,
@@ -43,7 +42,6 @@ from torchstrat.parameter_server.server.shard_optimizer import (
     ShardOptimizer,
     check_supported,
     gather_state,
-    in_own_memory,
     learn_state,
     scatter_state,
     sparse_rows,
@@ -301,16 +299,16 @@ class HeldOptimizer:
             with self._naming([*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)], shards):
                 return self.live.make(step, self.groups, shards)
         parts = [
-            self._whole(key, gradient, step, shards)
+            self._whole(key, self._for_keeps(gradient), step, shards)
             for key, gradient in step.dense
             if not self._is_stepped_fast(key, None, gradient, step, shards)
         ]
         for key, ids, gradient in step.rows:
-            if self._goes_by_rows:
-                if not self._is_stepped_fast(key, ids, gradient, step, shards):
-                    parts.append(self._rows(key, ids, gradient, step, shards))
-            else:
-                parts.append(self._whole(key, self._spread(ids, gradient, shards.tensor(key)), step, shards))
+            if not self._goes_by_rows:
+                spread = self._spread(self._for_keeps(ids), self._for_keeps(gradient), shards.tensor(key))
+                parts.append(self._whole(key, spread, step, shards))
+            elif not self._is_stepped_fast(key, ids, gradient, step, shards):
+                parts.append(self._rows(key, ids, self._for_keeps(gradient), step, shards))
         if not parts:
             return None
         parameters: list[list[torch.Tensor]] = [[] for _ in self.groups]
@@ -321,8 +319,13 @@ class HeldOptimizer:
                 step.options, parameters, {part.parameter: part.state for part in parts}, step.attributes
             )
         for part in parts:
-            self._keep(part, _without_gradient(states.get(part.parameter, {}), part.parameter), step, shards)
+            self._keep(part, states.get(part.parameter, {}), step, shards)
         return _of_parts(self.name) if step.keeps_result and self.optimizer.has_returned else None
+
+    def _for_keeps(self, sent: torch.Tensor) -> torch.Tensor:
+        """What was sent lies in the worker's memory, which is lent for this step; a class that is not listed may keep
+        it anywhere."""
+        return sent if is_listed(self.cls) else sent.clone()
 
     @contextmanager
     def _naming(self, keys: Sequence[ShardKey], shards: HeldShards) -> Iterator[None]:
@@ -446,17 +449,6 @@ def _of_parts(name: str) -> UnsupportedError:
         "server steps parts of parameters, and has what the step of these returns. Leave the class out, or compute it "
         "in the function."
     )
-
-
-def _without_gradient(state: StateOfShard, parameter: torch.Tensor) -> StateOfShard:
-    """An optimizer may keep the gradient itself in its state. Its memory is the worker's, and lent for this step."""
-    if parameter.grad is not None and parameter.grad.layout == torch.strided:
-        lent = parameter.grad.untyped_storage().data_ptr()
-        for name, value in state.items():
-            dense = (one for one in tensors_in(value) if one.layout == torch.strided and one.numel() > 0)
-            if any(one.untyped_storage().data_ptr() == lent for one in dense):
-                state[name] = in_own_memory(value)
-    return state
 
 
 def add_rows(
