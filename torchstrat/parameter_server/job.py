@@ -418,13 +418,13 @@ class Job:
                 self._warns_of_rows = not warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._attributes.note(optimizer)
-            self._optimizers[number] = groups
             for tensor in (one for group in optimizer.param_groups for one in group["params"]):
                 self.catalog.refer_to(tensor)  # settings of functions name it, and no module may hold it
             if known is None:
                 self._keep_state(optimizer, is_current=not self._takes_over)
                 if with_state and has_begun(optimizer, kind):
                     self.push_optimizer(optimizer)
+            self._optimizers[number] = groups  # now: what has come half-way comes again
 
     def _number_of(self, optimizer: Optimizer) -> int:
         token = self.catalog.token_of(optimizer)
