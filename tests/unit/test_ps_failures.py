@@ -367,3 +367,11 @@ def test_state_that_did_not_reach_the_servers_comes_with_the_next_try(monkeypatc
             place()
         ts.coordinator.ClusterCoordinator(strategy).schedule(step, args=made).get(timeout=60)
         assert made[0].state_dict()["weight"].item() == -3.0
+
+
+def test_lost_gradients_that_another_thread_has_just_been_told_of_are_no_error() -> None:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            nn.Linear(1, 1)
+        ts.coordinator.ClusterCoordinator(strategy)._dispatcher._raise_lost_gradients()

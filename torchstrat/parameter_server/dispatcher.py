@@ -581,6 +581,8 @@ class Dispatcher:
         """Once: what later functions would have stepped with is gone, and no other worker has it."""
         with self._lock:
             lost, self._lost_gradients = self._lost_gradients, {}
+        if not lost:  # another thread has just raised it
+            return
         number, known = next(iter(lost.items()))
         name = next((spec.name for spec in self._job.variables.specs() if spec.number == number), "a parameter")
         raise known.lost_gradient(name)
