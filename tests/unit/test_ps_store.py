@@ -451,7 +451,7 @@ def test_edits_broadcast_and_rows_that_repeat_accumulate(op: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "divisors", "expected"),
     [
-        (torch.tensor([[100]], dtype=torch.int8), [[20], [20]], 0),
+        (torch.tensor([[100]], dtype=torch.int8), [[8], [20]], 0),
         (torch.tensor([[1e38]]), [[1e30], [1e30]], 1e-22),
     ],
 )
@@ -461,7 +461,7 @@ def test_rows_are_divided_again_and_again_also_by_more_than_their_dtype_holds(
     store = make_store(value)
     edit = ShardEdit((0, 0), "div", torch.tensor(divisors, dtype=value.dtype), torch.tensor([0, 0]))
     store.push(push_of(edits=(edit,)))
-    assert whole(store).item() == pytest.approx(expected)
+    assert whole(store).item() == pytest.approx(expected, rel=1e-3, abs=0.0)
 
 
 class KeepsGradient(PerTensor):
