@@ -260,7 +260,9 @@ def _reduction(name: str, shapes: Shapes) -> tuple[Function, Arguments]:
         chosen = lambda x: function(x, dim, keepdim=keepdim)  # noqa: E731
     if name == "count_nonzero":
         chosen = lambda x: torch.count_nonzero(x.round(), dim)  # noqa: E731
-    return chosen, [shapes.normal(4, shapes.size(3, 4), shapes.size(4, 8)).mul(1.5)]
+    numbers = shapes.normal(4, shapes.size(3, 4), shapes.size(4, 8)).mul(1.5)
+    is_complex = name in ("var", "std") and shapes.choice(True, False)
+    return chosen, [torch.complex(numbers, numbers.flip(0)) if is_complex else numbers]
 
 
 for _name in ("sum", "mean", "amax", "amin", "var", "std", "any", "all", "count_nonzero"):
@@ -296,7 +298,8 @@ def _logsumexp(shapes: Shapes) -> tuple[Function, Arguments]:
 def _norm(shapes: Shapes) -> tuple[Function, Arguments]:
     order, dim = shapes.choice(1, 2, 3, math.inf, -math.inf), shapes.choice(None, 0, (0, 1))
     function = shapes.choice(lambda x: torch.linalg.vector_norm(x, order, dim), lambda x: torch._foreach_norm([x])[0])
-    return function, [shapes.positive(4, 8)]
+    numbers = shapes.choice(shapes.positive(4, 8), torch.complex(shapes.normal(4, 8), shapes.positive(4, 8)))
+    return function, [numbers]
 
 
 @case("normalize")

@@ -120,9 +120,12 @@ def variance(
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
         return call.leave(call.function(local, dims, correction=correction, keepdim=keepdim), cut)
-    size, kind, local = size_over(input, dims), local.dtype, widen(local)
-    center = call.total(local.sum(dims, keepdim=True), axes) / size
-    squares = call.added_up(torch.sum((local - center).square(), dims, keepdim), axes)
+    if not (local.is_floating_point() or local.is_complex()):
+        raise call.refused("takes floating or complex numbers")
+    size, kind, local = size_over(input, dims), local.dtype.to_real(), widen(local)
+    apart = local - call.total(local.sum(dims, keepdim=True), axes) / size
+    squares = (apart * apart.conj()).real if apart.is_complex() else apart.square()
+    squares = call.added_up(torch.sum(squares, dims, keepdim), axes)
     found = squares / max(0.0, size - correction)
     return call.leave((root(found, 2) if call.name == "std" else found).to(kind), cut)
 
@@ -157,7 +160,7 @@ def vector_norm(
     axes, cut, local = axes_within(call, x, dims), cut_after(call, x, dims, keepdim), call.open(x)
     if not axes:
         return call.leave(torch.linalg.vector_norm(local, ord, dims, keepdim, dtype=dtype), cut)
-    kind, local = dtype or local.dtype, widen(local if dtype is None else local.to(dtype))
+    kind, local = (dtype or local.dtype).to_real(), widen(local if dtype is None else local.to(dtype))
     sizes = local.abs()
     if ord == math.inf and not local.requires_grad:
         return call.leave(call.largest(sizes.amax(dims, keepdim=keepdim), axes).to(kind), cut)
