@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -382,6 +383,12 @@ def _scripted(s: Any, m: Any, o: Any) -> None:
         _made_and_run(s, torch.jit.script)  # type: ignore[no-untyped-call]
 
 
+def _ran_with_all_kinds(s: Any, m: Any, o: Any) -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    arrays = [np.array(["a", "b"], object), np.array(["a", "b"]), np.str_("a"), np.arange(4)[::-1], np.empty((0, 2))]
+    s.run(lambda *given: given[-1].sum().detach(), args=(*arrays, ragged, torch.eye(3).to_sparse(), m[1].weight))
+
+
 MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     # what is said of a strategy, an MLP that is cut over two logical devices, and its optimizer
     "hooked": (
@@ -404,6 +411,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
         "ReplicaDivergenceError: run got other arguments on other logical devices",
         lambda s, m, o: s.run(lambda x: None, args=(torch.full((4,), float(_rank())),)),
     ),
+    "other strings": (
+        "ReplicaDivergenceError: run got other arguments on other logical devices",
+        lambda s, m, o: s.run(lambda x: None, args=(np.array(["a", str(_rank())], object),)),
+    ),
+    "arguments of all kinds": ("nothing", _ran_with_all_kinds),
     "other random numbers": (
         "ReplicaDivergenceError: .* have drawn different random numbers in the last run",
         lambda s, m, o: [s.run(lambda: torch.rand(1 + _rank()).sum()), s.run(lambda: None)],

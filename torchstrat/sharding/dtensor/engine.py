@@ -23,10 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from torchstrat.core import context, nest
-from torchstrat.core._torch_private import hooks_after_module_state, own_parameters
+from torchstrat.core._torch_private import (
+    hooks_after_module_state,
+    own_parameters,
+    sparse_indices,
+    sparse_values,
+)
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.devices import torch_device
 from torchstrat.core.engine import Communicator, InputLayout
@@ -46,6 +52,7 @@ from torchstrat.sharding.annotations import Assignments, ShardingRules
 from torchstrat.sharding.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
 from torchstrat.sharding.dtensor.cut_tensors import CutTensor, as_given, recut, whole
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, SameCalls, Traffic, make_groups, make_mesh
+from torchstrat.sharding.dtensor.no_values import NOTE
 from torchstrat.sharding.dtensor.operators import with_stand_ins
 from torchstrat.sharding.dtensor.operators.data_attribute import both_are_asked
 from torchstrat.sharding.dtensor.optimizer_state import has_dims
@@ -296,9 +303,10 @@ class LogicalReplicas(PerProcessReplica):
         """A batch, or a random number, that differs between logical devices would make every sum over them wrong, and
         nothing would tell. Looked at is the beginning of each tensor: other rows differ there too."""
         own = [value for leaf in leaves for value in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
-        tensors = [torch.as_tensor(one) for one in own if isinstance(one, torch.Tensor | np.ndarray | np.generic)]
-        heads = [one.detach().reshape(-1)[: _LOOKED_AT_BYTES // one.element_size()] for one in tensors]
-        shapes = code(repr([tuple(one.shape) for one in tensors]))
+        looked_at = [_looked_at(one) for one in own if isinstance(one, torch.Tensor | np.ndarray | np.generic)]
+        parts = [one.detach() for _, found in looked_at for one in found]
+        heads = [one.reshape(-1)[: _LOOKED_AT_BYTES // one.element_size()] for one in parts]
+        shapes = code(repr([shape for shape, _ in looked_at]))
         seed = code(str(torch.initial_seed()))
         rows = agree(self.devices.everyone, RUN, (seed, self._drawn, shapes, *fingerprint(heads)))
         if not all_equal([row[1:2] for row in rows]):
@@ -371,6 +379,32 @@ class LogicalReplicas(PerProcessReplica):
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         whole_args, whole_kwargs = nest.map_by_keys(_whole, list(args)), nest.map_by_keys(_whole, kwargs)
         return super().merge_call(fn, tuple(whole_args), whole_kwargs)
+
+
+def _looked_at(value: object) -> tuple[object, list[torch.Tensor]]:
+    """The shape of a tensor or an array, and dense tensors that differ where it does; none of what is cut, of which
+    each process has another piece."""
+    if not isinstance(value, torch.Tensor):
+        array = np.asarray(value)
+        return array.shape, [_bytes_of(array)]
+    if isinstance(value, CutTensor) or NOTE in vars(value):
+        return tuple(value.shape), []
+    if value.is_nested:
+        rows = value.unbind()
+        return [tuple(row.shape) for row in rows], [*rows]
+    if value.layout == torch.sparse_coo:
+        return tuple(value.shape), [sparse_indices(value), sparse_values(value)]
+    return tuple(value.shape), [value if value.layout == torch.strided else value.to_dense()]
+
+
+def _bytes_of(array: NDArray[np.generic]) -> torch.Tensor:
+    """Those of the beginning of an array; of objects, what strings among them say."""
+    head = array.flat[: _LOOKED_AT_BYTES // max(1, array.itemsize)]
+    if array.dtype.hasobject:
+        found = "".join([ascii(one) for one in head if isinstance(one, str | bytes)]).encode()
+    else:
+        found = head.tobytes()
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, device="cpu")
 
 
 def _whole(leaf: object) -> Any:
