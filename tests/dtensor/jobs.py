@@ -389,6 +389,19 @@ def _ran_with_all_kinds(s: Any, m: Any, o: Any) -> None:
     s.run(lambda *given: given[-1].sum().detach(), args=(*arrays, ragged, torch.eye(3).to_sparse(), m[1].weight))
 
 
+def _raised_by_one(s: Any, m: Any, o: Any) -> None:
+    """Behind its last exchange with the others, which are not told."""
+
+    def total(raising: int) -> Any:
+        return other.split_to_logical_devices(torch.ones(4, 2), (2, 1)).sum() * (1 // (raising != _rank()))
+
+    with strategy_of("", 2, collectives="process_group") as other:
+        for rank in (-1, 1, -1):
+            with contextlib.suppress(ZeroDivisionError):
+                found = other.run(total, args=(rank,))
+        assert float(*other.local_results(found)) == 8.0
+
+
 MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     # what is said of a strategy, an MLP that is cut over two logical devices, and its optimizer
     "hooked": (
@@ -416,6 +429,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
         lambda s, m, o: s.run(lambda x: None, args=(np.array(["a", str(_rank())], object),)),
     ),
     "arguments of all kinds": ("nothing", _ran_with_all_kinds),
+    "raised by one, over sockets": ("nothing", _raised_by_one),
     "other random numbers": (
         "ReplicaDivergenceError: .* have drawn different random numbers in the last run",
         lambda s, m, o: [s.run(lambda: torch.rand(1 + _rank()).sum()), s.run(lambda: None)],

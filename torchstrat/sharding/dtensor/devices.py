@@ -51,9 +51,6 @@ class SameCalls:
             if self._place < len(self._agreed):
                 agree(self._channel, "the end of a step")
                 del self._agreed[self._place :]
-        except BaseException:
-            self._agreed.clear()
-            raise
         finally:
             self._place = None
 
