@@ -19,6 +19,7 @@ from torch.utils import dlpack
 
 import torchstrat as ts
 from tests.dtensor.training import TIMEOUT, batches_of, build, copied, make_optimizer, make_strategy
+from torchstrat.errors import InvalidArgumentError
 
 WIDTH = 6144
 
@@ -402,6 +403,17 @@ def _raised_by_one(s: Any, m: Any, o: Any) -> None:
         assert float(*other.local_results(found)) == 8.0
 
 
+def _made_behind_scopes_that_failed(s: Any, m: Any, o: Any) -> None:
+    with contextlib.suppress(InvalidArgumentError), s.scope():
+        s.kept = nn.ParameterList([nn.Parameter(torch.ones(4, device="meta"))])  # has no reset_parameters()
+    ts.experimental_set_strategy(s)
+    with contextlib.suppress(InvalidArgumentError):
+        ts.experimental_set_strategy(None)
+    assert not ts.has_strategy()
+    made = nn.Linear(2, 2)
+    s.run(lambda: made.weight.sum().detach())
+
+
 MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     # what is said of a strategy, an MLP that is cut over two logical devices, and its optimizer
     "hooked": (
@@ -430,6 +442,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
     ),
     "arguments of all kinds": ("nothing", _ran_with_all_kinds),
     "raised by one, over sockets": ("nothing", _raised_by_one),
+    "scopes that failed": ("UserWarning: .* a Linear made outside of it", _made_behind_scopes_that_failed),
     "other random numbers": (
         "ReplicaDivergenceError: .* have drawn different random numbers in the last run",
         lambda s, m, o: [s.run(lambda: torch.rand(1 + _rank()).sum()), s.run(lambda: None)],

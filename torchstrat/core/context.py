@@ -231,10 +231,9 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
         )
     if _frames.stack:
         raise ContextError("experimental_set_strategy cannot be called inside a scope or a run; leave it first.")
-    installed = _frames.installed
+    installed, _frames.installed = _frames.installed, None
     if installed is not None:
         engine_of(installed.strategy).scope_closed()
-    _frames.installed = None
     if strategy is not None and strategy is not _default_strategy():
         engine_of(strategy).scope_opened()
         _frames.installed = _Frame(strategy, None)

@@ -255,8 +255,13 @@ class LogicalReplicas(PerProcessReplica):
         if failed:
             super().scope_closed(failed=True)
             return
-        self.variables.draw()
-        with self.variables.inside():
+        with ExitStack() as stack:
+            try:
+                self.variables.draw()
+                stack.enter_context(self.variables.inside())
+            except BaseException:
+                super().scope_closed(failed=True)
+                raise
             super().scope_closed()
         self._take()
 
