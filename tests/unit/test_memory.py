@@ -107,3 +107,10 @@ def test_an_estimate_steps_nothing_of_the_users():
     assert all(map(torch.equal, model.parameters(), before))
     assert not optimizer.state
     assert found == optimizer_state_bytes(torch.optim.Adam(model.parameters())) > 0
+
+
+def test_looking_for_state_before_the_first_step_makes_none():
+    optimizer = torch.optim.Adam(nn.Linear(3, 3).parameters())
+    known = optimizer_state_bytes(optimizer)
+    assert not any(optimizer.state[one] for one in optimizer.param_groups[0]["params"])
+    assert optimizer_state_bytes(optimizer) == known > 0

@@ -193,7 +193,7 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     """
     return sum(
         sum(one.nbytes for one in _state_tensors(optimizer.state[parameter]))
-        if parameter in optimizer.state
+        if optimizer.state.get(parameter)  # to look for an entry makes an empty one
         else state_bytes_for(optimizer, group, parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]

@@ -311,7 +311,7 @@ def _state_bytes(program: Program, tensor: torch.Tensor, part: torch.Tensor) -> 
     """Of ``part`` of a parameter, in the optimizers that step it."""
     return sum(
         _made_state_bytes(optimizer, tensor, part)
-        if tensor in optimizer.state
+        if optimizer.state.get(tensor)
         else state_bytes_for(optimizer, group, part)
         for optimizer in program.optimizers
         for group in optimizer.param_groups
