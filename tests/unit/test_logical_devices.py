@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ from torchstrat.data import TensorSpec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.sharding.annotations import check_logical_device_id, check_split
 from torchstrat.sharding.dtensor.devices import LogicalAxes, LogicalDevices, Traffic, cut_axes, make_groups
+from torchstrat.sharding.dtensor.operators.data_attribute import both_are_asked
 from torchstrat.sharding.dtensor.replica_axis import Alone
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 
@@ -218,3 +221,29 @@ def test_a_process_alone_answers_itself() -> None:
     assert alone.subgroup((0,)) is alone
     alone.sum_in_place([tensor], 0.5, "x")
     assert float(tensor) == 1.0
+
+
+class _Noting(property):
+    """``torch.Tensor.data`` that notes what is assigned."""
+
+    def __init__(self, data: Any) -> None:
+        self.noted: list[Any] = []
+        super().__init__(data.__get__, lambda tensor, value: self.noted.append(value) or data.__set__(tensor, value))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_who_else_asks_about_the_data_of_tensors_goes_on_asking(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    noting, given = _Noting(torch.Tensor.data), torch.ones(2)
+    with ExitStack() as stack:
+        if first:
+            monkeypatch.setattr(torch.Tensor, "data", noting)
+        stack.enter_context(both_are_asked())
+        if not first:
+            noting = _Noting(inspect.getattr_static(torch.Tensor, "data"))
+            monkeypatch.setattr(torch.Tensor, "data", noting)
+        torch.zeros(2).data = given
+    with both_are_asked():
+        torch.zeros(2).data = given
+    torch.zeros(2).data = given
+    assert vars(torch.Tensor)["data"] is noting
+    assert [one is given for one in noting.noted] == [True] * 3

@@ -46,25 +46,40 @@ class _Data:
             is_cut = isinstance(value, CutTensor) or STAND_IN in value.__dict__
             if is_cut and not isinstance(tensor, CutTensor) and STAND_IN not in tensor.__dict__:
                 raise refused(_NAME, "would give its memory to a tensor that is not cut, and a process has a piece")
-        _write(tensor, value)
+        if self.behind is None:
+            _write(tensor, value)
+        else:
+            type(self.behind).__set__(self.behind, tensor, value)
+
+    behind: property | None = None
+    """What somebody else has put there before, who asks as well."""
 
 
 _DATA = _Data()
 _strategies = 0
+_is_kept = False
+"""Whether somebody has put theirs before it, which stays and leads here."""
 
 
 @contextmanager
 def both_are_asked() -> Iterator[None]:
     """In this block ``tensor.data = value`` asks the class of ``value``, too."""
-    global _strategies
+    global _strategies, _is_kept
     _strategies += 1
-    torch.Tensor.data = _DATA  # type: ignore[assignment]
+    if _strategies == 1 and not _is_kept:
+        _DATA.behind = vars(torch.Tensor).get("data")
+        torch.Tensor.data = _DATA  # type: ignore[assignment]
     try:
         yield
     finally:
         _strategies -= 1
-        if not _strategies:
-            del torch.Tensor.data
+        if not _strategies and not _is_kept:
+            if vars(torch.Tensor)["data"] is not _DATA:
+                _is_kept = True
+            elif _DATA.behind is None:
+                del torch.Tensor.data
+            else:
+                torch.Tensor.data = _DATA.behind
 
 
 def show(tensor: torch.Tensor, memory: torch.Tensor) -> None:
