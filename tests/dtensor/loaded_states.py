@@ -60,6 +60,18 @@ def state_that_is_edited_and_loaded(one: Program) -> None:
 
 
 @program()
+def state_that_numbers_parameters_otherwise(one: Program) -> None:
+    one.train()
+    state = copy.deepcopy(one.optimizer.state_dict())
+    (group,) = state["param_groups"]
+    state["state"] = {-number: entries for number, entries in state["state"].items()}
+    group["params"] = [-number for number in group["params"]]
+    one.optimizer.load_state_dict(state)
+    one.seen += _sums(one.optimizer)
+    one.train()
+
+
+@program()
 def parameters_that_are_loaded_again(one: Program) -> None:
     state = one.model.state_dict()
     one.train()

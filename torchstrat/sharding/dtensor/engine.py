@@ -152,10 +152,11 @@ class _OfOptimizer(_Hooks):
     def keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer would move entries of the parameter's shape to where it sees its parameters: nowhere. It is
         given the others, some of which every parameter has in the state of some classes (a count of steps)."""
-        self._kept = state["state"]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        given = dict(state["state"])
+        self._kept = {place: given[number] for place, number in enumerate(numbers) if number in given}
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        given = dict(self._kept)
-        for number, parameter in enumerate(parameters):
+        for number, parameter in zip(numbers, parameters, strict=False):  # PyTorch refuses other lengths
             if self._variables.find(parameter) is not None and number in given:
                 given[number] = {name: one for name, one in given[number].items() if not has_dims(one)}
         return {**state, "state": given}
