@@ -16,7 +16,7 @@ from torch.autograd import grad
 
 import torchstrat as ts
 from tests.support.tpu import assert_as_mirrored, fake_tpu, here, own, rows_of, seen
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.testing.fake_tpu import batch_of_replicas
 
 Body = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -162,9 +162,14 @@ def test_what_merge_call_is_given_and_gives_back() -> None:
     with fake_tpu() as strategy:
         with strategy.scope():
             layer = nn.Linear(2, 1)
+            layer.register_buffer("seen", torch.zeros(2))
         assert strategy.run(lambda: here().merge_call(merged, args=("text",))) == "done"
         assert calls == ["text"]
-        assert strategy.run(lambda: here().merge_call(lambda _, weight: weight is layer.weight, (layer.weight,)))
+        for one in (layer.weight, layer.seen):
+            assert strategy.run(lambda one=one: here().merge_call(lambda _, given: given is one, (one,)))
+        for uneven in ([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.ones(2, dtype=torch.long)]):
+            with pytest.raises(UnsupportedError, match=r"float32\[2\] and (float32\[3\]|int64\[2\])"):
+                strategy.run(lambda uneven=uneven: here().merge_call(lambda _: ts.PerReplica(uneven)))
         with pytest.raises(LookupError, match="mine"):
             strategy.run(lambda: here().merge_call(raises))
         assert strategy.run(lambda: 1) == 1

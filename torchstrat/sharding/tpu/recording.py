@@ -17,7 +17,7 @@ import torch
 
 from torchstrat.core import nest
 from torchstrat.core.context import ReplicaContext, StrategyLike, enter
-from torchstrat.core.errors import WrongTypeError
+from torchstrat.core.errors import UnsupportedError, WrongTypeError
 from torchstrat.core.reachable import Start
 from torchstrat.core.reduction import ReduceOp, VariableAggregation, as_tensor, gather_components
 from torchstrat.core.values import DistributedValues, PerReplica
@@ -25,6 +25,7 @@ from torchstrat.core.variable.storage import Given
 from torchstrat.core.variables import VariableRegistry
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.sharding.tpu.backward import LaneBackward, LaneWeights
+from torchstrat.sharding.tpu.compilation import describe_inputs
 from torchstrat.sharding.tpu.draws import Draws, RandomStream
 from torchstrat.sharding.tpu.edits import Edits, OwnLeaves
 from torchstrat.sharding.tpu.lane_values import Feeder, Inputs, LaneValues, Pass, Stacked, join_passes
@@ -172,6 +173,7 @@ class Recording:
         self._num_replicas, self._passes, self._meet = run.num_replicas, passes, passes.meet
         self.weights, self.lanes = weights, weights.lanes
         self._inputs: dict[int, torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {}
         self._together = CrossLanes(self.lanes, weights)
         self._rewrites = Rewrites(
             self.mean_over_replicas,
@@ -184,9 +186,9 @@ class Recording:
     def record(self, fn: Callable[..., object], one: Pass) -> object:
         """Call ``fn`` for the pass's replicas; its result as `run` returns it, if there is no other pass."""
         lanes, run = self.lanes, self._run
-        known = _known_objects(self._registry, one)
+        self._known = _known_objects(self._registry, one)
         backward = LaneBackward(self.weights, self._meet, self._registry)
-        self._own = own = OwnLeaves(backward, known, self._passes.made, several=self._num_replicas > 1)
+        self._own = own = OwnLeaves(backward, self._known, self._passes.made, several=self._num_replicas > 1)
         self._edits = edits = Edits(own, self._registry, run.differing, self.merged, self._passes.expose)
         draws = Draws(edits, run.stream, self._feeder.share, _Given(fn, one).has)
         mode = StepMode(edits, draws, self._rewrites, run.device, run.before.edits)
@@ -201,7 +203,7 @@ class Recording:
                 returned = fn(*args, **kwargs)
             with lanes.left("run"):
                 try:
-                    result: object = nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                    result: object = nest.map_structure(self._collect, returned)
                 except RuntimeError as error:  # what the step has made is no tensor of these devices
                     raise refused_program(error) from error
                 own.close()
@@ -214,14 +216,14 @@ class Recording:
         ids = [lane if lane in one.replicas else one.replicas[0] for lane in range(self.lanes.count)]
         return self.lanes.hide(self._feeder.stack([torch.tensor(replica) for replica in ids]))
 
-    def _collect(self, known: dict[int, torch.Tensor], leaf: object) -> object:
+    def _collect(self, leaf: object) -> object:
         """A result of the step as `run` returns it; what a replica assigns to a `Variable` likewise."""
         if isinstance(leaf, Given):
-            value = self._collect(known, leaf.value)
+            value = self._collect(leaf.value)
             ids = self.lanes.active
             own = value.values if isinstance(value, PerReplica) else [value] * len(ids)
             return PerReplica([Given(one) for one in own], replica_ids=ids)
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in known:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in self._known:
             return leaf
         lanes, stacked = self.lanes, self.lanes.stacked(leaf)
         if self._num_replicas == 1:
@@ -340,7 +342,6 @@ class Recording:
 
     def merge_call(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """See `ReplicaContext.merge_call`."""
-        known = {id(tensor): tensor for tensor in self._registry.tensors()}
 
         def combine(payloads: dict[int, tuple[tuple[int, ...], object]]) -> dict[int, object]:
             replicas, merged = zip(*payloads.values(), strict=True)
@@ -353,7 +354,7 @@ class Recording:
             }
 
         with self.lanes.left("merge_call"):
-            own = nest.map_structure(lambda leaf: self._collect(known, leaf), (list(args), kwargs))
+            own = nest.map_structure(self._collect, (list(args), kwargs))
             split = self._meet("merge_call", (self.lanes.active, own), combine)
         return nest.map_structure(
             lambda leaf: self.lanes.hide(leaf.tensor) if isinstance(leaf, Stacked) else leaf, split
@@ -363,7 +364,16 @@ class Recording:
         """What a pass gets of a result of `merge_call`."""
         if not isinstance(leaf, DistributedValues):
             return leaf
-        return Inputs((leaf,), {}, replicas, self._feeder).passes()[0].args[0]
+        passes = Inputs((leaf,), {}, replicas, self._feeder).passes()
+        if len(passes) > 1:
+            parts = [leaf.component(one.replicas[0]) for one in passes]
+            kinds = " and ".join(", ".join(text for _, text in describe_inputs((one,), {})) for one in parts)
+            raise UnsupportedError(
+                f"merge_call returned components of other dtypes or shapes to replicas with as many rows ({kinds}); on "
+                "this strategy what they go on with is one tensor for all of them. Return equal ones: pad them, and "
+                "convert them to one dtype."
+            )
+        return passes[0].args[0]
 
 
 class _Given:
