@@ -300,6 +300,7 @@ def test_what_cannot_go_unnoticed_is_nan() -> None:
     assert loss.isnan().tolist() == [False, True, True]
     assert replaced(F.cross_entropy)(x, torch.full((3,), 3), ignore_index=3).isnan()  # as PyTorch
     assert replaced(F.gaussian_nll_loss)(x, x, -torch.ones_like(x), reduction="none").isnan().all()
+    assert replaced(F.threshold)(x * float("nan"), 0.1, 20.0).isnan().all()
 
 
 X, NUMBERS = draws(4, 6), torch.tensor([1, 2, 0])
@@ -327,6 +328,15 @@ X, NUMBERS = draws(4, 6), torch.tensor([1, 2, 0])
         (F.nll_loss, (X[0][:3, :5], NUMBERS), {"reduction": "max"}, InvalidArgumentError, "reduction='max'"),
         (F.gaussian_nll_loss, (X[0], X[0], torch.ones(5)), {}, InvalidArgumentError, "var has shape"),
         (F.prelu, (draws(4), torch.ones(2)), {}, RuntimeError, "."),
+        (
+            *(torch.index_add, (shared(4, 3), 0, NUMBERS[:1], shared(1, 1)), {}),
+            *(InvalidArgumentError, r"must be of shape \(1, 3\)"),
+        ),
+        (F.interpolate, (shared(1, 1, 2), 4), {"align_corners": True}, ValueError, "align_corners"),
+        (
+            *(F.interpolate, (indices(9, 1, 4).byte(), 8), {"mode": "linear"}),
+            *(UnsupportedError, r"interpolate of torch.uint8.*mode='linear'\)\.round\(\)"),
+        ),
         (F.conv2d, (draws(4, 6, 6)[0], shared(4, 2, 3, 3)), {"groups": 3}, RuntimeError, "."),
     ],
 )

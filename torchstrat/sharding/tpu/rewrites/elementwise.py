@@ -126,7 +126,7 @@ def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
 def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.threshold`."""
     x = input.clone() if inplace else input
-    result = torch.where(x > threshold, x, torch.full((), value, dtype=x.dtype, device=x.device))
+    result = torch.where(x <= threshold, torch.full((), value, dtype=x.dtype, device=x.device), x)  # NaN stays
     return input.copy_(result) if inplace else result
 
 

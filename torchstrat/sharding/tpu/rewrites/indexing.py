@@ -189,10 +189,12 @@ def _along(x: Tensor, dim: int, index: Tensor, source: Tensor) -> tuple[Tensor, 
         x = x.reshape(1)
     if source.dim() == 0:
         source = source.reshape([1] * x.dim())
-    if index.numel() != source.shape[dim] or source.dim() != x.dim():
+    wanted = list(x.shape)
+    wanted[dim] = index.numel()
+    if list(source.shape) != wanted:
         raise InvalidArgumentError(
             f"{index.numel()} places for values of shape {tuple(source.shape)} along dimension {dim} of a tensor of "
-            f"shape {tuple(x.shape)}: there must be one place for each, and as many dimensions."
+            f"shape {tuple(x.shape)}: the values must be of shape {tuple(wanted)}, one for each place."
         )
     after = x.dim() - 1 - dim % x.dim()
     return x, index.long().reshape(-1, *[1] * after).expand(source.shape), source

@@ -254,7 +254,8 @@ def interpolate(
 ) -> Tensor:
     """`torch.nn.functional.interpolate`."""
     rank = input.dim() - 2
-    is_ours = mode == "nearest" or (_LINEAR.get(mode) == rank and not antialias)
+    is_plain = align_corners is None if mode == "nearest" else _LINEAR.get(mode) == rank
+    is_ours = is_plain and not antialias
     if not is_ours or (size is None) == (scale_factor is None) or (size is not None and recompute_scale_factor):
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     factors: list[float | None] = [None] * rank
@@ -270,6 +271,10 @@ def interpolate(
         for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
             input = _nearest(input, dim, wanted, factor, is_small)  # noqa: A001
         return input
+    if not input.is_floating_point():
+        refuse(
+            f"interpolate of {input.dtype}", f"Write F.interpolate(x.float(), …, mode={mode!r}).round().to(x.dtype)."
+        )()
     x = widen(input)
     for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
         weights = _weights(int(input.shape[dim]), wanted, factor, bool(align_corners)).to(x.dtype).to(x.device)
