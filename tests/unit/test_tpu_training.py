@@ -225,13 +225,25 @@ def by_autograd_grad(layer: nn.Linear, x: torch.Tensor) -> Any:
     out = layer(x)
     partly = grad(layer(x).sum(), [layer.bias, other], allow_unused=True)
     assert partly[1] is None
+    unused = grad(layer(x).sum(), [layer.bias, layer.weight, other], materialize_grads=True)
+    zeros = grad(layer.bias.sum(), [layer.bias, layer.weight], materialize_grads=True)
+    with pytest.raises((InvalidArgumentError, RuntimeError), match="shape"):
+        layer(x).backward(torch.ones((), dtype=x.dtype))
     return [
+        *unused,
+        *zeros,
         grad(layer(x).square().mean(), x),
         grad(layer(x).square().mean(), [layer.weight, layer.bias]),
         grad(layer(x).square().sum(), [x, layer.weight]),
         grad(out, x, grad_outputs=out.detach() * 2),
         partly[0],
     ]
+
+
+def without_weight(layer: nn.Linear, x: torch.Tensor) -> Any:
+    here().set_weight(here().replica_id_in_sync_group * 1.0)
+    x = x.detach().requires_grad_()
+    return grad(layer(x).square().mean(), x)
 
 
 def penalty(layer: nn.Linear, x: torch.Tensor) -> Any:
@@ -331,7 +343,7 @@ def leaves_of_the_step(layer: nn.Linear, x: torch.Tensor) -> Any:
 
 GRADIENTS = [
     leaves_of_the_step,
-    *(by_autograd_grad, penalty, of_inputs_by_backward, hooks_on_activations, backward_with_arguments),
+    *(by_autograd_grad, without_weight, penalty, of_inputs_by_backward, hooks_on_activations, backward_with_arguments),
     *(by_transforms, hooks_on_activations_of_own_gradients, of_a_graph_where_none_is_recorded),
 ]
 

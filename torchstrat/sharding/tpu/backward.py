@@ -245,7 +245,10 @@ class LaneBackward:
             return self._local_grad(roots, given, wanted, retain_graph, create_graph, allow_unused, materialize_grads)
         with self.lanes.left("autograd.grad"), torch.enable_grad():
             losses = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
-            total = self.weights.combined(torch.stack(losses).sum(dim=0))
+            of_lanes = torch.stack(losses).sum(dim=0)
+            # A replica's own gradient of its own loss needs no weights, one of which may be 0.
+            is_each = not (self.weights.are_crossed or self._has_hooks)
+            total = of_lanes.sum() if is_each else self.weights.combined(of_lanes)
             behind = [self.lanes.behind(tensor) for tensor in wanted]
 
             def combine(
@@ -270,7 +273,10 @@ class LaneBackward:
                 if self.weights.are_crossed
                 else combine({0: (total, behind)})[0]
             )
-            own = [None if g is None else self._unweighted(g, tensor) for g, tensor in zip(found, wanted, strict=True)]
+            own = [
+                one if one is None or is_each else self._unweighted(one, tensor)
+                for one, tensor in zip(found, wanted, strict=True)
+            ]
         pairs = zip(own, wanted, strict=True)
         return tuple(None if one is None else self.lanes.hide_as(one, tensor) for one, tensor in pairs)
 
@@ -302,8 +308,7 @@ class LaneBackward:
         options = partial(
             torch.autograd.grad,
             create_graph=create_graph,
-            allow_unused=allow_unused,
-            materialize_grads=materialize_grads,
+            allow_unused=True if materialize_grads and allow_unused is None else allow_unused,
         )
         with self.lanes.left("autograd.grad"), torch.enable_grad():
             rows = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
@@ -318,6 +323,10 @@ class LaneBackward:
             if hooked:
                 combined = self._of_all_lanes(options, losses, hooked, retain_graph)
                 found.update(zip(map(id, hooked), combined, strict=True))
+        if materialize_grads:  # of many losses at once PyTorch makes them without the losses' dimension
+            for tensor in wanted:
+                if found[id(tensor)] is None:
+                    found[id(tensor)] = torch.zeros_like(tensor, requires_grad=create_graph)
         return tuple(found[id(tensor)] for tensor in wanted)
 
     def _of_each_lane(
@@ -381,6 +390,11 @@ class LaneBackward:
             raise InvalidArgumentError(
                 "backward needs a scalar, and so does autograd.grad, or the gradient of the output; got a tensor of "
                 f"shape {tuple(root.shape)} on each replica."
+            )
+        if gradient is not None and gradient.shape != root.shape:
+            raise InvalidArgumentError(
+                f"backward and autograd.grad were given a gradient of shape {tuple(gradient.shape)} for an output of "
+                f"shape {tuple(root.shape)} on each replica; the two must be equal."
             )
         stacked = self.lanes.stacked(root)
         if gradient is not None:
