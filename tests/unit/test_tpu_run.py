@@ -441,6 +441,13 @@ def aliases_and_buffers(x: torch.Tensor) -> Any:
     return alias, buffer
 
 
+def flags(x: torch.Tensor) -> Any:
+    seen = torch.zeros(2, dtype=torch.bool)
+    seen |= x > 2
+    seen ^= x > 3
+    return seen, torch.ones(2, dtype=torch.bool).logical_and_(x > 2)
+
+
 def own_tensors(x: torch.Tensor) -> Any:
     y = x * 1
     y.add_(1).mul_(x)
@@ -449,7 +456,7 @@ def own_tensors(x: torch.Tensor) -> Any:
     return y, x.mul_(3)
 
 
-@pytest.mark.parametrize("step", [totals, aliases_and_buffers, own_tensors])
+@pytest.mark.parametrize("step", [totals, aliases_and_buffers, flags, own_tensors])
 def test_what_a_step_has_made_or_was_given_is_the_replicas_own(step: Any) -> None:
     before = [one.clone() for one in PAIRS.values]
     with fake_tpu(2) as strategy:
@@ -568,6 +575,8 @@ def test_a_seed_in_a_step_is_every_replicas_seed() -> None:
         before = torch.default_generator.get_state()
         runs = [strategy.local_results(strategy.run(step)) for _ in range(2)]
         assert all(torch.equal(runs[0][0], one) for run in runs for one in run)
+        filled = strategy.run(lambda x: (torch.manual_seed(3), nn.init.normal_(x * 1))[1], args=(PAIRS,))
+        assert torch.equal(*filled.values)
         # It is a seed of the replicas' streams: outside the generator is where it was.
         torch.manual_seed(7)
         wanted = torch.rand(3)

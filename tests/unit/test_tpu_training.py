@@ -663,6 +663,7 @@ def test_a_step_that_raises_in_one_pass(failing: int, when: str) -> None:
         if fails:
             with torch.no_grad():
                 layer.weight.mul_(2)
+            nn.init.constant_(fresh.weight, 5.0)
         may_fail("after an edit")
         layer(x).mean().backward()
         may_fail("after the backward")
@@ -670,10 +671,11 @@ def test_a_step_that_raises_in_one_pass(failing: int, when: str) -> None:
     batch = rows_of((2, 1))
     with fake_tpu(2) as strategy:
         with strategy.scope():
-            layer = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-        before = layer.weight.detach().clone()
+            layer, fresh = nn.Linear(3, 1, bias=False, dtype=torch.float64), nn.Linear(1, 1)
+        before, of_fresh = layer.weight.detach().clone(), fresh.weight.detach().clone()
         with pytest.raises(LookupError, match="mine"):
             strategy.run(step, args=(batch, when))
+        assert torch.equal(fresh.weight, of_fresh)
         assert any(torch.equal(layer.weight, before * factor) for factor in (1, 2))  # never twice
         layer.weight.grad = None
         strategy.run(step, args=(batch, ""))

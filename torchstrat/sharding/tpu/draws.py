@@ -140,9 +140,8 @@ def target_of(args: Arguments, kwargs: Options) -> torch.Tensor:
     return target
 
 
-def on_host(func: Drawing, args: Arguments, kwargs: Options, generator: torch.Generator) -> torch.Tensor:
-    """What ``func`` draws from ``generator``, where that is; what a fill draws, in a tensor of its own."""
-    host = generator.device
+def drawn_on(func: Drawing, args: Arguments, kwargs: Options, host: torch.device) -> torch.Tensor:
+    """What ``func`` draws on ``host``; what a fill draws, in a tensor of its own."""
     if is_fill(func):
         target = target_of(args, kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "tensor"}
@@ -213,7 +212,7 @@ class Draws:
             if not is_shared:
                 return func(*args, **kwargs)
             with self._lanes.left("a random function"):
-                drawn = func(torch.empty(target.shape, dtype=target.dtype, device=target.device), *args[1:], **kwargs)
+                drawn = drawn_on(func, args, kwargs, target.device)
             with torch.no_grad():
                 return target.copy_(drawn)
         if func in _IN_PLACE and not is_shared and self._edits.is_made(target):
@@ -235,7 +234,7 @@ class Draws:
             )
         target = target_of(args, kwargs) if is_fill(func) else None
         with self._lanes.left("a random function"):
-            draw = partial(on_host, func, args, kwargs, generator)
+            draw = partial(drawn_on, func, args, kwargs, generator.device)
             is_own = self._from_outside(generator) and (target is None or self._edits.is_made(target))
             drawn = [draw() for _ in self._lanes.active] if is_own else [draw()]
             wanted = kwargs.get("dtype")

@@ -272,13 +272,16 @@ class OwnLeaves:
 _ALIASES = frozenset((torch.detach, torch.Tensor.detach, getter("data")))
 """Results that share memory with the argument, and are no views to autograd on all devices."""
 
+_EDITING_OPERATORS = frozenset(("__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"))
+"""That PyTorch has no other function for."""
+
 _NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
 
 
 def is_edit(func: object) -> bool:
     """Whether ``func`` writes to its first argument."""
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
+    return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name in _EDITING_OPERATORS
 
 
 _SHOWS = _ALIASES | {setter("data")}
@@ -287,7 +290,8 @@ _SHOWS = _ALIASES | {setter("data")}
 
 def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
     """Of the arguments, what the call may change."""
-    found = [*nest.leaves(args[0])] if args and (func in _SHOWS or is_edit(func)) else []
+    # Functions of torch.nn.init hand on what they fill by its name alone.
+    found = [*nest.leaves(args[0] if args else kwargs.get("tensor"))] if func in _SHOWS or is_edit(func) else []
     if kwargs.get("out") is not None:
         found += nest.leaves(kwargs["out"])
     return [one for one in found if isinstance(one, torch.Tensor)]

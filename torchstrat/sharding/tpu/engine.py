@@ -34,7 +34,7 @@ from torchstrat.sharding.grid import DeviceGrid, ShardedEntry, Sharding
 from torchstrat.sharding.tpu import lane_values
 from torchstrat.sharding.tpu.backward import LaneWeights
 from torchstrat.sharding.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
-from torchstrat.sharding.tpu.draws import Drawing, RandomStream, is_draw, is_fill, on_host, target_of
+from torchstrat.sharding.tpu.draws import Drawing, RandomStream, drawn_on, is_draw, is_fill, target_of
 from torchstrat.sharding.tpu.lane_values import (
     Feeder,
     Inputs,
@@ -146,7 +146,7 @@ class _GlobalMode(RecordedMode):
         return super().call(func, args, kwargs)
 
     def _drawn(self, func: Drawing, args: Arguments, kwargs: Options, generator: torch.Generator) -> torch.Tensor:
-        drawn = on_host(func, args, kwargs, generator).detach().to(self._device)
+        drawn = drawn_on(func, args, kwargs, generator.device).detach().to(self._device)
         if not is_fill(func):
             return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
         with torch.no_grad():
