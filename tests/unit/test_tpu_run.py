@@ -167,8 +167,21 @@ def test_complex_numbers_by_their_parts(strategy: ts.TPUStrategy) -> None:
         z = torch.complex(x, x + 1)
         return (z / z.conj()).abs() + (z + 1).angle() + z.mean().real
 
+    def of_size(x: torch.Tensor, size: float) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        z = torch.complex(x, x + 1) * size
+        values = [z.abs() / size, ((2 + 1j) / z).real * size]
+        return [*(one.detach() for one in values), torch.autograd.grad(values[1].sum(), x)[0]]
+
+    def of_any_size(x: torch.Tensor, size: float) -> list[torch.Tensor]:
+        return of_size(x, size)[:2]  # PyTorch's own gradients of the largest are 0
+
     for found, x in zip(strategy.run(step, args=(WIDE,)).values, WIDE.values, strict=True):
         torch.testing.assert_close(found, step(x))
+    for call, size in ((of_size, 1e16), (of_size, 1e-10), (of_size, 1e-16), (of_any_size, 1e30), (of_any_size, 1e-30)):
+        each = strategy.run(lambda x, call=call, size=size: call(x, size), args=(WIDE,))
+        for index, x in enumerate(WIDE.values):
+            torch.testing.assert_close([one.values[index] for one in each], call(x, size))
 
 
 # -- calls in the wrong place ---------------------------------------------------------------------------------------

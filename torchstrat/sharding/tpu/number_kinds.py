@@ -69,8 +69,16 @@ def _imaginary(x: Tensor) -> Tensor:
     return x.resolve_conj().imag  # what is conjugate only by name has no part that can be mapped over lanes
 
 
+def _size(input: Tensor) -> Tensor:
+    """What to divide by before powers are taken, as gradients do, that would leave the range of the type; mostly 1."""
+    largest, limits = torch.maximum(input.real.abs(), _imaginary(input).abs()).detach(), torch.finfo(input.real.dtype)
+    is_far = (largest >= limits.max**0.1) | ((largest <= limits.tiny**0.1) & (largest > 0))
+    return torch.where(is_far & largest.isfinite(), largest, torch.ones_like(largest))
+
+
 def _absolute(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    result = torch.linalg.vector_norm(_pair(input), dim=-1)
+    size = _size(input)
+    result = torch.linalg.vector_norm(_pair(input) / size.unsqueeze(-1), dim=-1) * size
     return result if out is None else out.copy_(result)
 
 
@@ -82,8 +90,10 @@ def _angle(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 def _quotient(input: Tensor | complex, other: Tensor | complex, *, rounding_mode: None = None) -> Tensor | complex:
     if not isinstance(other, Tensor) or not other.is_complex():
         return input * (1.0 / other)
-    squares = other.real.square() + _imaginary(other).square()
-    return input * other.conj() * squares.reciprocal()
+    per_size = _size(other).reciprocal()
+    near = other * per_size
+    squares = near.real.square() + _imaginary(near).square()
+    return input * near.conj() * squares.reciprocal() * per_size
 
 
 def _divided(input: Tensor | complex, other: Tensor | complex) -> Tensor | complex:
