@@ -693,6 +693,13 @@ EQUALLY: dict[str, Callable[[list[Path]], MakeOnRank]] = {
         name: lambda _, make=IN_BATCHES[name]: of(lambda: make(17, 4))
         for name in ("generator", "generator in a sampler", "stateful sampler", "iterable", "pipeline")
     },
+    # Of no declared size, so that a batch lasts as many steps as there are processes.
+    **{
+        f"list of {sizes}": lambda _, sizes=sizes: of(
+            lambda: list(torch.arange(sum(sizes)).split(sizes)), auto_shard_policy="OFF"
+        )
+        for sizes in ([5, 5, 3], [1, 1], [2, 5, 3])
+    },
     # Of different lengths, so that one process has ended when the state is taken.
     "function": lambda _: of_function(lambda rank: DataLoader(Numbers(6 + 5 * rank), 2)),
 }

@@ -324,8 +324,9 @@ class FixedSizes:
 
     def steps(self) -> Iterator[Step]:
         """Cut the streams. Once; not kept here, so that whoever takes the steps can let go of the streams."""
-        declared = self.cycle.declared
-        return fixed_size_steps(self._batches(), declared, self._layout, self.steps_before, self.cycle.inferred)
+        cycle, taken = self.cycle, next((place.extra for place in self._places.values()), 0)
+        batches = self._batches()
+        return fixed_size_steps(batches, cycle.declared, self._layout, self.steps_before, cycle.inferred, taken)
 
     def _batches(self) -> Iterator[nest.Nest]:
         for number, stream in self.streams.items():

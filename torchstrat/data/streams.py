@@ -401,11 +401,12 @@ def fixed_size_steps(
     layout: InputLayout,
     steps_before: int = 0,
     inferred: InferredBatch | None = None,
+    taken: int = 0,
 ) -> Iterator[Step]:
     """The fixed-size rule: this process cuts *all* of its rows for its own replicas, one step after the other.
 
-    ``rows`` of the steps are those of the local replicas. ``steps_before`` and ``inferred``: where the rule stands, to
-    go on within a pass.
+    ``rows`` of the steps are those of the local replicas. ``steps_before``, ``inferred`` and ``taken``: where the rule
+    stands, to go on within a pass; that many rows of the first batch were handed out, and are not in it any more.
     """
     if layout.num_replicas == 1:
         return (Step((batch,), (rows_or_one(batch),)) for batch in batches)
@@ -415,7 +416,8 @@ def fixed_size_steps(
         used = steps_before * local % len(sizes)
         parts = cut_stream(batches, sizes[used:] + sizes[:used])
     else:
-        parts = _cut_undeclared(batches, layout, InferredBatch() if inferred is None else inferred)
+        used = steps_before * local % layout.num_replicas
+        parts = _cut_undeclared(batches, layout, InferredBatch() if inferred is None else inferred, used, taken)
     return _grouped(parts, local)
 
 
@@ -453,30 +455,45 @@ def cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainde
             batch, start, stop = empty, 0, 0  # the source has ended: only sizes of 0 can follow
 
 
-def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout, inferred: InferredBatch) -> Iterator[nest.Nest]:
+def _cut_undeclared(
+    batches: Iterator[nest.Nest], layout: InputLayout, inferred: InferredBatch, used: int, taken: int
+) -> Iterator[nest.Nest]:
     """The fixed-size rule where no batch size is declared: the first batch's rows are taken for it.
 
     It stands as long as every batch but the last has that size; else equal chunks are used from there on, as
-    TensorFlow does where it cannot derive a batch size.
+    TensorFlow does where it cannot derive a batch size. A batch makes a part for each replica of the group; ``used`` of
+    the first one's have been handed out, with ``taken`` rows, which are not in it any more.
     """
-    batch, following = next(batches, None), None
-    while batch is not None:
-        count = require_aligned(batch)
+    batch, following = next(batches, END), END
+    if batch is not END:
+        tell_of_lists(batch)
+    if batch is not END and used and not taken and (not inferred.rows or any(_sizes_of(0, layout, inferred)[:used])):
+        yield from [rows.empty_like(batch)] * (layout.num_replicas - used)  # all rows of the one before were taken
+        used = 0
+    while batch is not END:
+        left = require_aligned(batch)
+        count = left + taken
         if inferred.rows is None:
             inferred.rows = count
         if inferred.rows and count != inferred.rows:
-            following = next(batches, None)
-            if count > inferred.rows or following is not None:
+            following = next(batches, END)
+            if count > inferred.rows or following is not END:
                 inferred.rows = 0
-        if inferred.rows:
-            local = len(layout.local_replicas)
-            sizes = batch_sizes_for_worker(inferred.rows, layout.num_workers, local, layout.worker_index)
-            parts = list(itertools.islice(cut_stream(iter([batch]), sizes), len(sizes)))
-            parts += [rows.empty_like(batch)] * (len(sizes) - len(parts))
-        else:
-            parts = rows.split_equally(batch, layout.num_replicas)
-        yield from parts
-        batch, following = (following if following is not None else next(batches, None)), None
+        sizes = _sizes_of(count, layout, inferred)
+        first = used if sum(sizes[:used]) == taken else 0  # else an earlier torchstrat has cut it in another way
+        stops = itertools.accumulate(sizes[first:])
+        starts = itertools.accumulate(sizes[first:], initial=0)
+        for start, stop in zip(starts, stops, strict=False):
+            yield rows.cut_batch(batch, min(start, left), min(stop, left))
+        batch, following = (next(batches, END) if following is END else following), END
+        used = taken = 0
+
+
+def _sizes_of(count: int, layout: InputLayout, inferred: InferredBatch) -> tuple[int, ...]:
+    """The parts of a batch of ``count`` rows."""
+    if not inferred.rows:
+        return equal_chunks(count, layout.num_replicas)
+    return batch_sizes_for_worker(inferred.rows, layout.num_workers, len(layout.local_replicas), layout.worker_index)
 
 
 def _grouped(parts: Iterator[nest.Nest], local: int) -> Iterator[Step]:
