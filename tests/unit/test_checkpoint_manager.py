@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -459,3 +460,21 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(tmp_path, caplo
                 manager.close()
     assert visible(tmp_path) == names(3)
     assert "step-00000004 was not saved" in caplog.text
+
+
+def test_ctrl_c_while_it_waits_leaves_the_save_to_be_waited_for(tmp_path: Path) -> None:
+    result = ts.SaveHandle.result
+
+    def interrupted(handle: ts.SaveHandle) -> Path:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return result(handle)
+
+    manager = ts.CheckpointManager(tmp_path)
+    with full_disk(f"*/{MANIFEST}"):
+        job = Job(manager)
+        job.save(1, asynchronous=True)
+        with mock.patch.object(ts.SaveHandle, "result", interrupted), pytest.raises(KeyboardInterrupt):
+            job.save(2)
+        with pytest.raises(InvalidArgumentError, match="No space left"):
+            manager.close()

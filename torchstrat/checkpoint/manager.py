@@ -69,9 +69,10 @@ class PendingSaves:
                 self.complaints.append(f"{path} was not saved: {error}")
 
     def _next_error(self) -> Exception | None:
-        handle, ended = self._saves.pop(0)
+        handle, ended = self._saves[0]
         error = _error_of(handle)
         ended.wait()
+        del self._saves[0]  # not before: Ctrl-C may have ended the waiting
         return error
 
 
