@@ -213,6 +213,13 @@ def test_only_the_newest_if_the_user_says_so(ended: Training) -> None:
     assert ended.evaluated(lambda: ended.save(4, 5), lambda: ended.end(5), newest_only=True) == [3, 5]
 
 
+def test_names_that_no_manager_gives(ended: Training) -> None:
+    for name in ("step-7", "step-000000042", "step-0000000\N{ARABIC-INDIC DIGIT NINE}"):
+        shutil.copytree(ended.path(3), ended.folder / name)
+    assert [step for step, _ in ts.CheckpointManager(ended.folder).checkpoints] == [1, 2, 3]
+    assert ended.evaluated() == [1, 2, 3]
+
+
 def test_max_evaluations_counts_those_of_earlier_starts(training: Training) -> None:
     training.save(1, 2, 3, 4)
     assert [training.evaluated(max_evaluations=most) for most in (2, 3, 3)] == [[1, 2], [3], []]

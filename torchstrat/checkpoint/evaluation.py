@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import signal
 import threading
 import time
@@ -30,7 +29,7 @@ from torchstrat.checkpoint.checkpoint import Checkpoint
 from torchstrat.checkpoint.folder import is_checkpoint
 from torchstrat.checkpoint.journal import Evaluation, Journal
 from torchstrat.checkpoint.manifest import NAME as MANIFEST
-from torchstrat.checkpoint.numbered import last_step
+from torchstrat.checkpoint.numbered import last_step, step_of
 from torchstrat.core import nest
 from torchstrat.core.context import StrategyLike
 from torchstrat.core.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
@@ -60,9 +59,6 @@ class FinishRequest:
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=seconds)
-
-
-_FOLDER = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -98,8 +94,8 @@ class WatchedDirectory:
             raise InvalidArgumentError(f"checkpoint_dir={self.path} cannot be read: {error}") from error
         before, self._known = self._known, {}
         for name in names:
-            if step := _FOLDER.fullmatch(name):
-                self._look_at(int(step[1]), self.path / name, before)
+            if (step := step_of(name)) is not None:
+                self._look_at(step, self.path / name, before)
         return sorted((found for _, found in self._known.values()), key=lambda found: found.step)
 
     def forget(self, folder: Path) -> None:

@@ -26,9 +26,17 @@ from torchstrat.checkpoint import disk
 from torchstrat.checkpoint.manifest import sync_folder
 from torchstrat.core.errors import InvalidArgumentError
 
-_NAME = re.compile(r"step-(\d{8,})")
-_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(writing|deleted)-.*")
+_STEP = r"step-(0\d{7}|[1-9]\d{7,})"
+_NAME = re.compile(_STEP, re.ASCII)
+_REPLACED = re.compile(rf"\.{_STEP}\.replaced", re.ASCII)
+_LEFTOVER = re.compile(rf"\.{_STEP}\.(writing|deleted)-.*", re.ASCII)
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint has this name in its directory; None for another name: a number has eight digits, or
+    as many as it needs."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 class NumberedCheckpoints:
@@ -65,11 +73,11 @@ class NumberedCheckpoints:
         from torchstrat.checkpoint.folder import is_checkpoint
 
         try:
-            matches = [_NAME.fullmatch(name) for name in os.listdir(self.directory)]
+            names = os.listdir(self.directory)
         except OSError:  # `steps` tells
             return []
-        found = {int(match[1]) for match in matches if match and not is_checkpoint(self.directory / match[0])}
-        return sorted(found - set(self.steps()))
+        steps = {step_of(name) for name in names if not is_checkpoint(self.directory / name)}
+        return sorted({step for step in steps if step is not None} - set(self.steps()))
 
     def sweep(self) -> None:
         """Remove what killed writers have left. Only where there is no other writer, and none of this process's saves
