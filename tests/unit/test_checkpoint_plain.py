@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import errno
 import json
 import os
 import runpy
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -152,6 +154,12 @@ def test_a_full_disk_leaves_what_was_there(saved: tuple[Path, dict[str, Any]], t
     ):
         ts.consolidate(saved[0], file)
     assert file.read_bytes() == before
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (  # where a mapping of the file would find no room
+        mock.patch("os.posix_fallocate", side_effect=full),
+        pytest.raises(InvalidArgumentError, match=r"model\.pt cannot be written: .*No space left"),
+    ):
+        ts.consolidate(saved[0], tmp_path / "model.pt")
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
 
 

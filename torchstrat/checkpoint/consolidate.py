@@ -315,6 +315,7 @@ def _write_pt(file: Path, stored: Stored, tree: object, versions: Mapping[str, V
         return
     with torch.serialization.skip_data():
         torch.save(whole(lambda slot: torch.empty(slot.shape, dtype=slot.dtype, device="cpu")), file)
+    disk.reserve(file)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(file, mmap=True, weights_only=True)
     _fill(stored, tree, mapped)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -102,6 +103,18 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     result = swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
     return bool(result == 0)
+
+
+def reserve(path: Path) -> None:
+    """All of a file has its place on the disk when this returns, holes in it too: what is written to it through a
+    mapping finds no full disk, of which the process would die. Raises `OSError`."""
+    if sys.platform.startswith("linux"):
+        with path.open("r+b") as stream:
+            try:
+                os.posix_fallocate(stream.fileno(), 0, os.fstat(stream.fileno()).st_size)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # file systems that cannot
+                    raise
 
 
 def remove_file(path: Path) -> None:
