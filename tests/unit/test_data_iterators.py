@@ -7,7 +7,9 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -172,6 +174,22 @@ def test_ctrl_c_is_not_the_end_of_the_data(buffer: int) -> None:
             next(iterator)
     dataset.load_state_dict(iterator.state_dict())
     assert [components(batch) for batch in dataset] == [[[2], [3]], [[4], [5]]]
+
+
+def test_what_another_thread_closes_meanwhile_is_at_its_end() -> None:
+    iterator = iter(distribute(Recorder(3), per_replica_buffer_size=2))
+    found: list[Any] = []
+
+    def closed_before() -> Future[object]:
+        iterator.close()
+        return Future()
+
+    with mock.patch("torchstrat.data.prefetch.Future", closed_before):
+        reader = threading.Thread(target=lambda: found.extend(iterator), daemon=True)
+        reader.start()
+        reader.join(10)
+    assert not reader.is_alive()
+    assert found == []
 
 
 def left_by_break(loader: Any) -> None:

@@ -45,20 +45,27 @@ class _Background:
     def __init__(self) -> None:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._lock = threading.RLock()  # so that no job comes after the last entry of the queue
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, self._stopped), name="torchstrat-prefetch", daemon=True
         )
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> Future[object]:
+        """What it returns; `END` where the thread has been stopped before."""
         future: Future[object] = Future()
-        self._jobs.put((future, job))
+        with self._lock:
+            if self._stopped.is_set():
+                future.set_result(END)
+            else:
+                self._jobs.put((future, job))
         return future
 
     def stop(self) -> None:
         """End the thread once the job that it is doing, if any, is done. Idempotent."""
-        self._stopped.set()
-        self._jobs.put(None)
+        with self._lock:
+            self._stopped.set()
+            self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
 
@@ -66,10 +73,10 @@ class _Background:
 def _work(
     jobs: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None], stopped: threading.Event
 ) -> None:
-    while (job := jobs.get()) is not None and not stopped.is_set():
+    while (job := jobs.get()) is not None:
         future, call = job
         try:
-            result = call()
+            result = END if stopped.is_set() else call()  # somebody may wait for it
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -116,9 +123,10 @@ class Prefetcher(Generic[T]):
             element = _pull(self._source)
             return element if element is END else self._place(element)
         self._submit(self._depth)
-        if not self._waiting:
+        try:
+            first = self._waiting.popleft()
+        except IndexError:  # at the end, or another thread has closed it
             return END
-        first = self._waiting.popleft()
         self._submit(self._depth)
         return first.result()
 
