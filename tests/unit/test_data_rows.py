@@ -226,6 +226,9 @@ def test_nested_tensors_with_holes_or_transposed_are_cut() -> None:
     full = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
     [turned] = distribute([full.transpose(1, 2)])
     assert [[row.shape for row in part.unbind()] for part in turned.values] == [[(3, 2)], [(3, 1)]]
+    even = torch.nested.nested_tensor([torch.ones(2, 3)] * 2, layout=torch.jagged).transpose(1, 2)
+    [whole] = ts.data.ArrayDataset(torch.arange(4)).batch(2).map(lambda _: even).rebatch(4)
+    assert whole.shape[:2] == (4, 3)
     holes = torch.nested.narrow(
         torch.arange(20).reshape(2, 10), 1, torch.tensor([1, 2]), torch.tensor([3, 4]), layout=torch.jagged
     )

@@ -18,6 +18,7 @@ The rows of a global batch are divided over replicas by one of two rules, as in 
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -337,8 +338,16 @@ def join(leaves: list[Leaf]) -> Leaf:
     if isinstance(first, list | tuple):
         return nest.rebuild(first, [row for leaf in leaves for row in leaf])
     if isinstance(first, torch.Tensor) and first.is_nested:
-        return torch.nested.nested_tensor([row for leaf in leaves for row in leaf.unbind()], layout=first.layout)
+        return _join_nested([row for leaf in leaves for row in leaf.unbind()], first)
     return _join_along(leaves, 0)
+
+
+def _join_nested(found: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    if like.layout is torch.strided:
+        return torch.nested.nested_tensor(found, dtype=like.dtype, device=like.device)
+    dim = ragged_dim(like) - 1
+    ends = torch.tensor([0, *itertools.accumulate(row.size(dim) for row in found)], device=like.device)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(found, dim), ends, jagged_dim=dim + 1)
 
 
 def _join_along(leaves: list[Leaf], dim: int) -> Leaf:
