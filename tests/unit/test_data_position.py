@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import pickle
@@ -862,6 +863,41 @@ def test_a_sequence_that_does_not_repeat_itself_is_refused(make: Make, replicas:
         assert "does not read again what it read before" in str(error)  # noqa: PT017 - or it goes on rightly
     else:
         assert (make().num_workers, make().persistent_workers) == (1, False)
+
+
+class Again:
+    def __init__(self, *batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [([2**53], [2**53 + 1]), ([1 + 1j], [1 + 2j]), ([2**63 - 1], [2**63 - 2]), ([1], [2])]
+)
+def test_nested_tensors_that_differ_a_little_are_other_data(one: list[Any], other: list[Any]) -> None:
+    batches = [
+        torch.nested.nested_tensor([torch.tensor(rows), torch.tensor(rows * 2)], layout=torch.jagged)
+        for rows in (one, other)
+    ]
+    state = position(Again(batches[0], batches[0]))
+    for batch in batches:
+        dataset = distribute(Again(batch, batch), 1)
+        dataset.load_state_dict(state)
+        with (
+            contextlib.nullcontext()
+            if batch is batches[0]
+            else pytest.raises(InvalidArgumentError, match="does not read again what it read before")
+        ):
+            assert len(list(dataset)) == 1
+
+
+def test_columns_that_come_in_another_order_are_the_same_data() -> None:
+    batch = {"x": torch.arange(2), "a": torch.ones(2)}
+    dataset = distribute(Again(*[dict(reversed(batch.items()))] * 2), 1)
+    dataset.load_state_dict(position(Again(batch, batch)))
+    assert len(list(dataset)) == 1
 
 
 def test_a_shorter_sequence_is_refused() -> None:

@@ -469,8 +469,16 @@ def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
         return
     leaf = leaf.detach().cpu()
     if leaf.is_nested:
-        sizes = torch.tensor([size for row in leaf.unbind() for size in row.shape], dtype=torch.double)
-        leaf = torch.cat([*(row.flatten().double() for row in leaf.unbind()), sizes])
+        found = leaf.unbind()
+        sizes = torch.tensor([size for row in found for size in row.shape], dtype=torch.double)
+        # Saved positions have checksums of doubles. What they do not tell apart comes behind.
+        wide = torch.complex128 if leaf.is_complex() else torch.double
+        parts = [row.flatten().to(wide) for row in found]
+        if leaf.dtype == torch.int64:
+            exact = [row.flatten() for row in found]
+            if any(not torch.equal(one.long(), other) for one, other in zip(parts, exact, strict=True)):
+                parts += [bytes_of(row.contiguous()).to(wide) for row in exact]
+        leaf = torch.cat([*parts, sizes])
     leaf = leaf.to_dense().contiguous()
     yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
     yield bytes_of(leaf).numpy().tobytes()
