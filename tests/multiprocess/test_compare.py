@@ -231,8 +231,18 @@ def noisy(program: Any, batch: Any) -> None:
     step(program, (batch[0] + torch.randn_like(batch[0]), batch[1]))
 
 
+def build_with_half_a_pair() -> Any:
+    np.random.standard_normal()
+    return build()
+
+
+def with_its_other_half(program: Any, batch: Any) -> None:
+    step(program, (batch[0] + np.random.standard_normal(), batch[1]))
+
+
 def test_a_finding_says_that_the_step_draws() -> None:
-    assert "the step draws random numbers" in str(compare(build, noisy, batches, ["mirrored x2"]))
+    for make, drawing in ((build, noisy), (build_with_half_a_pair, with_its_other_half)):
+        assert "the step draws random numbers" in str(compare(make, drawing, batches, ["mirrored x2"]))
     assert "draws" not in str(compare(build, summed, batches, ["mirrored x2"]))
 
 

@@ -291,8 +291,8 @@ def _run(program: _Program, strategy: Strategy | None, traced: int | None = None
 
 def _drawn() -> tuple[object, ...]:
     """Where the process's generators are."""
-    _, keys, position, *_ = np.random.get_state()
-    return state_of().numpy().tobytes(), np.asarray(keys).tobytes(), position, random.getstate()
+    _, keys, *others = np.random.get_state()  # among them, whether the second of a pair of normal numbers is waiting
+    return state_of().numpy().tobytes(), np.asarray(keys).tobytes(), others, random.getstate()
 
 
 def _bound(step: Callable[[Any, Any], object], built: object) -> Callable[[object], object]:
