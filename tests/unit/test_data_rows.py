@@ -236,11 +236,6 @@ def test_nested_tensors_with_holes_or_transposed_are_cut() -> None:
     assert [[row.tolist() for row in part.unbind()] for part in cut.values] == [[[1, 2, 3]], [[12, 13, 14, 15]], []]
 
 
-def test_none_among_batches_that_are_cut_is_no_end() -> None:
-    with pytest.raises(WrongTypeError, match="holds no tensor and no array"):
-        list(distribute([torch.arange(4), None, torch.arange(4)], auto_shard_policy="OFF"))
-
-
 def test_a_data_set_that_makes_batches_of_many_rows_is_split_by_rows() -> None:
     class Together(list[Any]):
         def __getitems__(self, indices: list[int]) -> Any:
