@@ -316,3 +316,20 @@ def test_a_pickle_is_read_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"pickle\.pt has more in it than tensors .* files that you trust"):
         ts.Checkpoint(weight=weight).restore(tmp_path / "pickle.pt")
     assert weight.tolist() == [1.0, 1.0]
+
+
+def test_a_parameter_without_a_name_is_none_that_has_its_number_for_one(tmp_path: Path) -> None:
+    """As the first of an `nn.ParameterList` has."""
+    free, model = torch.ones(2, requires_grad=True), nn.ParameterList([torch.ones(2)])
+    optimizer = torch.optim.SGD([free, model[0]], 0.1, momentum=0.9)
+    free.sum().backward()
+    optimizer.step()
+    checkpoint = ts.Checkpoint(model=model, optimizer=optimizer)
+    checkpoint.save(tmp_path / "saved")
+    checkpoint.restore(tmp_path / "saved")
+    assert list(optimizer.state_dict()["state"]) == [0]
+    model[0].sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "saved")
+    checkpoint.restore(tmp_path / "saved")
+    assert list(optimizer.state_dict()["state"]) == [0, 1]

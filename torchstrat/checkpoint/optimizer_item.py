@@ -312,15 +312,21 @@ def _named(
             inside = ".".join(map(str, part.piece.path[1:]))
             found.setdefault(id(part.holder), (item.name, inside, part.piece))
     owners = {found[id(tensor)][0] for tensor in parameters if id(tensor) in found}
+
+    def label_of(tensor: torch.Tensor) -> str:
+        owner, inside, _ = found[id(tensor)]
+        return (inside or owner) if len(owners) == 1 else f"{owner}.{inside}" if inside else owner
+
+    labels = {label_of(tensor) for tensor in parameters if id(tensor) in found}
     pieces, keys = [], {}
     for number, tensor in enumerate(parameters):
         if id(tensor) not in found:
-            pieces.append(Piece((name, "state", str(number)), tuple(tensor.shape)))
+            label = f"unnamed_{number}" if str(number) in labels else str(number)  # as in an `nn.ParameterList`
+            pieces.append(Piece((name, "state", label), tuple(tensor.shape)))
             keys[pieces[-1].path] = ""
             continue
-        owner, inside, piece = found[id(tensor)]
-        label = (inside or owner) if len(owners) == 1 else f"{owner}.{inside}" if inside else owner
-        pieces.append(Piece((name, "state", label), piece.shape, piece.start))
+        _, _, piece = found[id(tensor)]
+        pieces.append(Piece((name, "state", label_of(tensor)), piece.shape, piece.start))
         keys[pieces[-1].path] = piece.key
     return pieces, keys
 
