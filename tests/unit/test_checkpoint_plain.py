@@ -333,3 +333,17 @@ def test_a_parameter_without_a_name_is_none_that_has_its_number_for_one(tmp_path
     checkpoint.save(tmp_path / "saved")
     checkpoint.restore(tmp_path / "saved")
     assert list(optimizer.state_dict()["state"]) == [0, 1]
+
+
+class Grouped:
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups": [Held], "count": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_groups_that_are_no_dicts_are_left_out_whole(tmp_path: Path) -> None:
+    ts.Checkpoint(own=Grouped()).save(tmp_path / "saved")
+    with pytest.warns(UserWarning, match=r"own\.param_groups, a list, is left out"):
+        file = ts.consolidate(tmp_path / "saved", tmp_path / "own.pt")
+    assert torch.load(file, weights_only=True) == {"own": {"count": 1}}

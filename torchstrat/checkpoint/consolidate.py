@@ -237,7 +237,7 @@ def _plain_only(tree: object, path: KeyPath) -> object:
     """Without what ``weights_only=True`` would refuse: it would refuse the whole file. Tensors are slots then."""
     if isinstance(tree, Mapping):
         return _plain_mapping(tree, path)
-    if isinstance(tree, list) and path[-1:] == ("param_groups",):
+    if isinstance(tree, list) and path[-1:] == ("param_groups",) and _are_mappings(tree):
         return [_plain_only(group, (*path, number)) for number, group in enumerate(tree)]
     if isinstance(tree, _Slot) or _is_plain(tree):
         return _with_slots(tree, path)
@@ -247,6 +247,10 @@ def _plain_only(tree: object, path: KeyPath) -> object:
             return plain(tree)
     _warn(f"{key_of(path)}, a {type(tree).__name__}, is left out: torch.load(weights_only=True) would refuse it.")
     return _LEFT_OUT
+
+
+def _are_mappings(values: Sequence[object]) -> bool:
+    return all(isinstance(one, Mapping) for one in values)
 
 
 def _plain_mapping(tree: Mapping[Any, object], path: KeyPath) -> dict[object, object]:
