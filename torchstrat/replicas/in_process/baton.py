@@ -293,9 +293,9 @@ class Baton:
     ) -> dict[int, object]:
         """Run ``body(id)`` for every id; what each returned. The first exception of any body ends all and is raised.
 
-        ``begin()`` is called before the first body and, if it succeeded, ``end(error)`` after the last one has ended,
-        both on the bodies' threads: the calling thread, where Ctrl-C arrives, does nothing but wait, so neither is ever
-        left half-done.
+        ``begin()`` is called before the first body, and ``end(error)`` after the last one has ended or where ``begin``
+        has raised, both on the bodies' threads: the calling thread, where Ctrl-C arrives, does nothing but wait, so
+        neither is ever left half-done.
 
         A `KeyboardInterrupt` in the calling thread ends every body at its next meeting, or within its Python code (what
         stands between `shield` and `unshield` goes on to its end). If a second one comes before they have ended, it is
@@ -427,9 +427,6 @@ class Baton:
                 self._end(self._error)
         except BaseException as error:
             self._error = self._error or error
-        return self._conclude()
-
-    def _conclude(self) -> Gate:
         self.is_over = True
         return self._callers_gate
 
@@ -461,7 +458,6 @@ class Baton:
                 self._begin()
         except BaseException as error:
             self._error = self._error or error
-            return self._conclude()
         if self._error is not None or not self._take_turn(self.first):
             return self._finish()
         return self._main(self.first)

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -77,28 +77,29 @@ class KeptAttributes:
         ``replaced``: as of `ReplacedMembers.of_leader`."""
         lasting, own = vars(owner), {}
         for replica, attributes in others:
-            names = [name for name, value in attributes.items() if value is not lasting.get(name, _NOTHING)]
-            if names:
-                found = {
-                    name: attributes[name]
-                    for name in names
-                    if name != "training" and not _is_equal(attributes[name], lasting.get(name, _NOTHING), replaced)
-                }
-                if found:
-                    own[replica] = found
+            found = {
+                name: value
+                for name, value in attributes.items()
+                if name != "training" and not _is_equal(value, lasting.get(name, _NOTHING), replaced)
+            }
+            if found:
+                own[replica] = found
         if own:
             self.put(owner, leader, own)
 
-    def take(self, owner: object, leader: int) -> dict[int, _Attributes]:
-        """A run begins: what is still each replica's own. It is kept no longer."""
-        found = self.peek(owner, leader) if self._left else {}
-        self._left.pop(id(owner), None)
+    def take(self, owners: Sequence[object], leader: int) -> list[dict[int, _Attributes]]:
+        """A run begins: of each, what is still each replica's own. It is kept no longer."""
+        if not self._left:
+            return [{}] * len(owners)
+        found = [self.peek(owner, leader) for owner in owners]
+        for owner in owners:
+            self._left.pop(id(owner), None)
         return found
 
     def put(self, owner: object, leader: int, own: dict[int, _Attributes]) -> None:
         """Replicas have these, and what ``owner`` has is the leader's."""
-        names = {name: vars(owner).get(name, _NOTHING) for found in own.values() for name in found}
-        lasting = {name: (value, trace(value)) for name, value in names.items()}
+        values = {name: vars(owner).get(name, _NOTHING) for found in own.values() for name in found}
+        lasting = {name: (value, trace(value)) for name, value in values.items()}
         self._left[id(owner)] = _Left(reference_of_entry(owner, self._left), leader, lasting, own)
 
     def peek(self, owner: object, leader: int) -> dict[int, _Attributes]:
@@ -139,8 +140,8 @@ def _is_equal(value: Any, other: Any, replaced: Mapping[int, object], around: tu
     if kind is not type(other):
         return False
     if kind is torch.Tensor:
-        are_comparable = (value.device, value.dtype) == (other.device, other.dtype)
-        return are_comparable and not (value.requires_grad or other.requires_grad) and torch.equal(value, other)
+        is_plain = all(_has_elements(one) and not one.requires_grad for one in (value, other))
+        return is_plain and (value.device, value.dtype) == (other.device, other.dtype) and torch.equal(value, other)
     if not is_container(kind):
         return kind in _PLAIN and bool(value == other)
     if (pair := (id(value), id(other))) in around:
@@ -155,10 +156,13 @@ def _is_equal(value: Any, other: Any, replaced: Mapping[int, object], around: tu
     return bool(value == other)
 
 
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Whether it has one shape and all its elements in memory: it is not sparse, nested, or on "meta"."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
 def _memory(value: object) -> int | None:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
-        return None
-    return value.untyped_storage().data_ptr()
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) and _has_elements(value) else None
 
 
 _MOST_MEMBERS = 1_000
@@ -214,9 +218,9 @@ class ComponentAttributes:
                 if id(value) not in known:
                     known.add(id(value))
                     new.append(value)
+        left = self._kept.take(new, owner)  # it may warn, and a warning be an error
         self._modules += new
         own = [vars(module) for module in new]
-        left = [self._kept.take(module, owner) for module in new]
         for replica in self._replicas:
             if replica == owner:
                 self._attributes[replica] += own
@@ -232,7 +236,7 @@ class ComponentAttributes:
 
     def _copy_of(self, value: object, owner: int, replica: int) -> Any:
         made = self._made.of(owner, replica)
-        if not isinstance(value, torch.Tensor) or id(value) in made:
+        if not isinstance(value, torch.Tensor) or id(value) in made or not _has_elements(value):
             return self._made.copy(value, owner, replica)
         key, kept = id(value), self._copies
         if key not in kept or kept[key].reference() is not value:
@@ -475,7 +479,7 @@ class ComponentHelpers:
     def _left_by(self, helper: object, owner: int) -> dict[int, dict[str, object]]:
         """By replica what each finds again, with a state of its own in any case."""
         assert self.kept is not None
-        left, state = self.kept.take(helper, owner), vars(helper).get("state")
+        (left,), state = self.kept.take([helper], owner), vars(helper).get("state")
         for replica in self._replicas if isinstance(helper, Optimizer) and isinstance(state, dict) else ():
             if replica != owner:
                 own, key = left.setdefault(replica, {}), (id(state), replica)

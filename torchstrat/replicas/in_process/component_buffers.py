@@ -274,27 +274,26 @@ class ComponentBuffers:
         """
         for state in self.states:
             state.level()
-        self._own.keep(self.states, self._replicas)
         self._shares = dict(zip(self._replicas, shares(ReduceOp.MEAN, weights), strict=True))
-        counted = [replica for replica, share in self._shares.items() if share]
-        done: dict[int, torch.Tensor] = {}  # a tensor may be several modules' buffer
-        for state in self.states:
-            replicas = counted if state.made_by is None or state.is_shared else [state.made_by]
+        # All values, then all writes: a warning may be an error, and several modules have one tensor for a buffer.
+        found = [self._merged(state, rows) for state in self.states]
+        self._own.keep(self.states, self._replicas)
+        done: dict[int, torch.Tensor] = {}
+        for state, (central, first, replaced) in zip(self.states, found, strict=True):
+            if first is not None and replaced is not None:
+                first.data = replaced
             if state.replaced:
-                self._merge_replaced(state, replicas)
-            if state.central is None:
+                state.replaced = dict.fromkeys(self._replicas, first)
+            if central is None or state.central is None:
                 continue
             if id(state.original) in done:
                 state.central = done[id(state.original)]
                 continue
-            merged = self._merge(state, state.data, replicas, is_mean_of_others=state.made_by is None)
-            if _can_take(state.central, merged):
-                state.central.copy_(merged)
+            if _can_take(state.central, central):
+                state.central.copy_(central)
             else:
-                state.central = merged.clone()
+                state.central = central.clone()
             done[id(state.original)] = state.central
-            if state.count is not None and rows:
-                self._look_at_count(state, rows[0])
 
     def keep_apart(self) -> None:
         """Instead of `merge`: each replica finds in the next run what it has left, and the modules have the first
@@ -307,22 +306,28 @@ class ComponentBuffers:
                 first = self._replicas[0] if state.made_by is None or state.is_shared else state.made_by
                 state.central = state.data[first]
 
-    def _look_at_count(self, state: _BufferState, rows: int | None) -> None:
-        module, name, left = state.slot.module, state.slot.name, state.central
+    def _merged(
+        self, state: _BufferState, rows: Sequence[int | None]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """The values of the tensor that stood there, where there was one; and where replicas have put others there, the
+        one that lasts, and its values unless it has them."""
+        counted = [replica for replica, share in self._shares.items() if share]
+        replicas = counted if state.made_by is None or state.is_shared else [state.made_by]
+        central = first = replaced = None
         if state.replaced:
-            left = state.replaced[self._replicas[0]]
-        if state.count is not None and counts_rows(module, name, left):
-            self._rules.look_at_count(module, name, state.count, float(left), rows)  # type: ignore[arg-type]
-
-    def _merge_replaced(self, state: _BufferState, replicas: list[int]) -> None:
-        values = {replica: state.replaced.get(replica, state.original) for replica in self._replicas}
-        first = values[replicas[0]]
-        if first is not None and all(value is not None for value in values.values()):
-            tensors = {replica: value.detach() for replica, value in values.items() if value is not None}
-            merged = self._merge(state, tensors, replicas, is_mean_of_others=True)
-            if merged is not tensors[replicas[0]]:
-                first.data = merged
-        state.replaced = dict.fromkeys(self._replicas, first)
+            found = {replica: state.replaced.get(replica, state.original) for replica in self._replicas}
+            first = found[replicas[0]]
+            tensors = {replica: value.detach() for replica, value in found.items() if value is not None}
+            if len(tensors) == len(found):
+                merged = self._merge(state, tensors, replicas, is_mean_of_others=True)
+                replaced = None if merged is tensors[replicas[0]] else merged
+        if state.central is not None:
+            central = self._merge(state, state.data, replicas, is_mean_of_others=state.made_by is None)
+        left = central if not state.replaced else first if replaced is None else replaced
+        if state.count is not None and rows and counts_rows(state.slot.module, state.slot.name, left):
+            assert left is not None
+            self._rules.look_at_count(state.slot.module, state.slot.name, state.count, float(left), rows[0])
+        return central, first, replaced
 
     def _merge(
         self, state: _BufferState, data: dict[int, torch.Tensor], counted: list[int], *, is_mean_of_others: bool

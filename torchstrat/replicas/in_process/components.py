@@ -123,16 +123,20 @@ class Components:
         optimizer's step or the run's start.
         """
         self.park()
-        if weights is None:
-            self._restore_unedited()
-        else:
-            self.merge_rows()
-            self.buffers.merge(weights, rows)
-        settle(self._made, self._replicas, self._home)
-        if weights is not None and self._home == CENTRAL:
-            self._carry_to_central()
-        self._leave()
-        self._let_go(failed=weights is None)
+        failed = True  # a warning may be an error
+        try:
+            if weights is not None:
+                self.merge_rows()
+                self.buffers.merge(weights, rows)
+                failed = False
+        finally:
+            if failed:
+                self._restore_unedited()
+            settle(self._made, self._replicas, self._home)
+            if not failed and self._home == CENTRAL:
+                self._carry_to_central()
+            self._leave()
+            self._let_go(failed=failed)
 
     def _leave(self) -> None:
         self._install(self._home)
@@ -142,15 +146,15 @@ class Components:
         self.buffers.end(failed=failed)
         self.helpers.end(is_round=is_round)
         self._attributes.end(self._leader)
-        self._plain.end()
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()
         self._lazy, self._copies, self._made = [], set(), []
+        self._plain.end()  # it may warn
 
     # -- taking turns -----------------------------------------------------------------------------------------------
 
     def park(self) -> None:
-        """Put what is installed back into its slots, so that the slots hold everything. Nothing else changes."""
+        """Put what is installed back into its slots, so that these hold everything. Nothing else changes."""
         if self._is_parked:
             return
         key = self._installed
@@ -278,6 +282,8 @@ class Components:
         """The optimizer has stepped them: every replica gets the new values."""
         self._steps -= 1
         self.helpers.leave_step(optimizer)
+        for slot in self._slots.values():
+            slot.unedited = None
         if self._home != CENTRAL:
             self.refresh(tensors)
             return
@@ -330,7 +336,6 @@ class Components:
 
     @property
     def home(self) -> int:
-        """The key of the central components: the leader's, or CENTRAL."""
         return self._home
 
     def hidden_from(self, replica: int) -> set[int]:
@@ -425,9 +430,8 @@ class Components:
             self._changes = self._registry.changes
             found += self._registry.tensors()
             self.helpers.add(self._registry.helpers(), self._holder)
-        if self._lazy:
-            found += [tensor for tensor in self._lazy if not is_lazy(tensor)]
-            self._lazy = [tensor for tensor in self._lazy if is_lazy(tensor)]
+        found += [tensor for tensor in self._lazy if not is_lazy(tensor)]
+        self._lazy = [tensor for tensor in self._lazy if is_lazy(tensor)]
         for tensor in found:
             if id(tensor) not in self._slots:
                 if is_lazy(tensor):
@@ -524,10 +528,6 @@ class Components:
         clean = [one for one in self._replicas if one != self._leader and not slot.is_edited(one)]
         if clean:
             slot.unedited = slot.data[clean[-1]].clone()
-
-    def forget_unedited(self) -> None:
-        for slot in self._slots.values():
-            slot.unedited = None
 
     def _restore_unedited(self) -> None:
         """After a failure: undo in-place edits since the last moment when all replicas agreed."""

@@ -122,6 +122,7 @@ class InProcessReplicas(ReplicaEngine):
         )
         self._gradients.before_adding_outside = self._steps_outside.combine
         self._entry = threading.Lock()
+        self._has_begun = False  # a run, so that there is something to end
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
@@ -230,11 +231,11 @@ class InProcessReplicas(ReplicaEngine):
             if len(inputs) > 1:
                 self._counts.begin(self.registry.objects, self.registry.reached)
             results = self._run_replicas(baton, weights, fn, inputs)
-            self._counts.warn_of_shared(len(inputs))
             if self._gradients.is_pending:
                 if len(weights.active) < self.num_replicas:
                     self._between_runs(weights, self._gradients.combine_parts)
                 self._steps_outside.watch(self.registry.optimizers())
+            self._counts.warn_of_shared(len(inputs))
             return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
             self._counts.begin(())
@@ -252,9 +253,11 @@ class InProcessReplicas(ReplicaEngine):
             self._baton = baton
 
     def _leave_run(self, baton: Baton) -> None:
-        """Also one that has failed before it began. Where Ctrl-C has left it going on, its end does this."""
-        if baton.is_over or not baton.is_begun:
-            self._baton = None
+        """Also one that has failed before it began. Where Ctrl-C has left it going on, its end does this. Another
+        thread may have entered one since."""
+        with self._entry:
+            if self._baton is baton and (baton.is_over or not baton.is_begun):
+                self._baton = None
 
     def _run_plainly(self, fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> object:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
@@ -338,6 +341,7 @@ class InProcessReplicas(ReplicaEngine):
             members = self.registry.members()
             if self._gradients.is_pending:
                 self._gradients.refuse_edited_parts()
+            self._has_begun = True
             self._components.begin(replicas, members)
             self._gradients.begin(baton, weights, members)
         self._ends_round = []
@@ -351,6 +355,11 @@ class InProcessReplicas(ReplicaEngine):
         self._components.streams.begin(replicas)  # last: what fails before leaves the user's generator as it was
 
     def _end(self, weights: StepWeights, *, failed: bool) -> None:
+        """Of a run that may have begun in part, where something in `_begin` has raised."""
+        has_begun, self._has_begun = self._has_begun, False
+        if not has_begun:
+            self._baton = None
+            return
         self._process_settings.end()
         refused = self._lookups.end()
         with OwnSettings():

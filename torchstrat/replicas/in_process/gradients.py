@@ -276,7 +276,9 @@ class InProcessGradients:
 
     def end(self, weights: Sequence[float] | None) -> None:
         """A run has ended, and all replicas stand still. Let go of everything that belongs to it alone. ``weights``: of
-        the replicas that have run; None after a failure."""
+        the replicas that have run; None after a failure, also one before `begin` was called."""
+        if self._baton is None:
+            return
         active = [self._of[replica] for replica in self._replicas]
         for gradients in active:
             gradients.end()

@@ -217,7 +217,6 @@ class InProcessSteps:
         assert self._baton is not None
         with OwnSettings():
             self._components.leave_step(call.optimizer, call.tensors)
-            self._components.forget_unedited()
             self._gradients.after_step(call.tensors)
         self._baton.unshield()
 
@@ -350,15 +349,20 @@ class LocalComponents(Components):
     def end_apart(self, *, is_end: bool) -> None:
         """`end` where replicas stay apart; but buffers become alike at the end of a round (``is_end``)."""
         self.park()
-        if is_end:
-            self.buffers.merge([1.0] * len(self._replicas), ())
-        else:
-            self.buffers.keep_apart()
-        settle(self._made, self._replicas, self._home)
-        self._leave()
-        for slot in self._slots.values():
-            slot.keep_apart(slot.tensor)
-        self._let_go(failed=False, is_round=is_end)
+        try:
+            if is_end:
+                self.buffers.merge([1.0] * len(self._replicas), ())
+        except BaseException:  # a warning, where the program has these as errors
+            is_end = False
+            raise
+        finally:
+            if not is_end:
+                self.buffers.keep_apart()
+            settle(self._made, self._replicas, self._home)
+            self._leave()
+            for slot in self._slots.values():
+                slot.keep_apart(slot.tensor)
+            self._let_go(failed=False, is_round=is_end)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
