@@ -72,6 +72,7 @@ BUFFERS: Mapping[str, tuple[str, torch.Tensor | None, Callable[[Held], object], 
     "sum of what was none": ("sum", None, lambda m: _begin_or_add(m, torch.ones(()) + replica()), 5),
     "sum of what was none, equal": ("sum", None, lambda m: _begin_or_add(m, torch.ones(())), 4),
     "sum of another shape": ("sum", torch.ones(1), lambda m: _begin_or_add(m, torch.ones(2) + replica()), [5, 5]),
+    "sum of what is infinite": ("sum", torch.tensor(float("inf")), lambda m: m.kept.add_(1), float("inf")),
     "sum of many": ("sum", torch.tensor(2**24 + 1), lambda m: m.kept.add_(1), 2**24 + 5),
     "sparse": ("mean", torch.eye(2).to_sparse(), lambda m: m.kept @ m.weight, [[1, 0], [0, 1]]),
     "sparse, other ones": (

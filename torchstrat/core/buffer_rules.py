@@ -171,6 +171,12 @@ def batches_counted(module: nn.Module) -> int:
     return 0 if count is None or count.is_inference() else version_of(count)
 
 
+def change_of(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """What has been added to it. Nothing to an infinity that is still there."""
+    change = tensor - before
+    return change if tensor.layout != torch.strided else change.masked_fill_(tensor == before, 0)
+
+
 def counts_rows(module: nn.Module, name: str, tensor: torch.Tensor | None) -> bool:
     """Whether a buffer is of the kind that `BufferRules.look_at_count` looks at."""
     return (

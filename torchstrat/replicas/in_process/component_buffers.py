@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchstrat.core._torch_private import own_buffers, set_version_counters, version_of
-from torchstrat.core.buffer_rules import BufferRules, counts_rows
+from torchstrat.core.buffer_rules import BufferRules, change_of, counts_rows
 from torchstrat.core.errors import UnsupportedError
 from torchstrat.core.gradients import shares
 from torchstrat.core.reachable import address_of, has_address
@@ -349,9 +349,8 @@ class ComponentBuffers:
             return first
         if how is VariableAggregation.SUM and before is not None and before.shape == first.shape:
             start = before.to(first.device)
-            return (
-                torch.stack([other.to(first.device) - start for other in everyone]).sum(dim=0).to(first.dtype) + start
-            )
+            changes = [change_of(own.to(first.device), start) for own in everyone]
+            return torch.stack(changes).sum(dim=0).to(first.dtype) + start
         total = torch.zeros_like(first)
         for replica in counted:
             own = data[replica].to(first.device)

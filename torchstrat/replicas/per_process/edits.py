@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.core._torch_private import own_buffers, version_of
-from torchstrat.core.buffer_rules import batches_counted, counts_rows, is_statistic
+from torchstrat.core.buffer_rules import batches_counted, change_of, counts_rows, is_statistic
 from torchstrat.core.engine import Communicator
 from torchstrat.core.gradients import shares
 from torchstrat.core.optimizers import is_listed, is_seen_to_step, stepped_by, wrapped_by
@@ -464,7 +464,7 @@ class ProcessBuffers:
         before = None if is_mean else self._before.get(key)
         if before is not None and before.shape != tensor.shape:
             before = None  # nothing to add changes to: the replicas' values are added up, as where there was none
-        total = (tensor.detach().clone() if before is None else tensor.detach() - before).contiguous()
+        total = (tensor.detach().clone() if before is None else change_of(tensor.detach(), before)).contiguous()
         if is_mean:  # a share makes floating numbers of whole ones
             share = counted[communicator.rank]
             total = total * share if share else torch.zeros_like(total)  # which may be nan where there is none
