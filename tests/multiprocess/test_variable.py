@@ -247,3 +247,21 @@ def test_what_differs_is_found_in_each_of_two_models_whose_parameters_have_the_s
         )
     ]
     assert two_processes.run(drifted) == [expected, expected]
+
+
+def set_rates_of_own() -> list[float]:
+    """Each rank that of another optimizer, as where its own losses say which one is to be slower."""
+    with opened("mirrored") as strategy:
+        with strategy.scope():
+            optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2)]
+
+        def step() -> None:
+            optimizers[rank()].param_groups[0]["lr"] = 0.5
+
+        with pytest.warns(UserWarning, match="have set lr of group 0 of SGD differently"):
+            strategy.run(step)
+        return [float(one.param_groups[0]["lr"]) for one in optimizers]
+
+
+def test_rates_that_ranks_set_of_different_optimizers_are_the_first_ranks(two_processes: Workers) -> None:
+    assert two_processes.run(set_rates_of_own) == [[0.5, 0.1]] * 2

@@ -495,10 +495,10 @@ class PerProcessReplica(ReplicaEngine):
         """The end of a run: what replicas have changed differently becomes the same."""
         assert self._weights is not None
         members = self.registry.members()
-        roster = self._rosters.now(members)
-        optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
-        settings = sum(map(optimizer_state.digest, optimizers))
-        state = sum(map(self._policy.state_digest, optimizers))
+        roster, optimizers = self._rosters.now(members), [one for one in members.helpers if isinstance(one, Optimizer)]
+        # By places: one rank may have changed in one optimizer what another has in the next.
+        settings = sum(place * optimizer_state.digest(one) for place, one in enumerate(optimizers, 1))
+        state = sum(place * self._policy.state_digest(one) for place, one in enumerate(optimizers, 1))
         plain = plain_digest(members)
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
         own = (self._weights.of(self._world.rank), float(self._gradients.leaves_parts))
