@@ -26,7 +26,6 @@ from torchstrat.errors import (
     ParameterServerUnavailable,
     RepeatedFunctionError,
 )
-from torchstrat.parameter_server import job
 from torchstrat.testing.fake_cluster import FakeCluster
 
 WAIT = 60
@@ -337,41 +336,3 @@ def test_a_lost_server_is_named_and_functions_that_wait_for_it_are_cancelled(cal
                 result.fetch(timeout=WAIT)
         with pytest.raises(ParameterServerUnavailable):
             job.add(2)
-
-
-def test_state_that_did_not_reach_the_servers_comes_with_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    push, tries = job.Job.push_optimizer, iter((True, False))
-
-    def late_once(self: job.Job, optimizer: torch.optim.Optimizer) -> None:
-        if next(tries):
-            raise CommunicationTimeoutError("a server was busy")
-        push(self, optimizer)
-
-    def step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
-        model.weight.grad = torch.ones(1, 1)
-        optimizer.step()
-
-    monkeypatch.setattr(job.Job, "push_optimizer", late_once)
-    made: list[Any] = []
-
-    def place() -> None:
-        with strategy.scope():
-            made.append(nn.Linear(1, 1, bias=False))
-            nn.init.zeros_(made[0].weight)
-            made.append(torch.optim.SGD(made[0].parameters(), lr=1.0, momentum=1.0))
-            made[1].state[made[0].weight]["momentum_buffer"] = torch.full((1, 1), 2.0)
-
-    with FakeCluster(workers=1, ps=1) as cluster:
-        strategy = cluster.strategy()
-        with pytest.raises(CommunicationTimeoutError):
-            place()
-        ts.coordinator.ClusterCoordinator(strategy).schedule(step, args=made).get(timeout=60)
-        assert made[0].state_dict()["weight"].item() == -3.0
-
-
-def test_lost_gradients_that_another_thread_has_just_been_told_of_are_no_error() -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            nn.Linear(1, 1)
-        ts.coordinator.ClusterCoordinator(strategy)._dispatcher._raise_lost_gradients()

@@ -19,12 +19,13 @@ from tests.support.turns import every_second
 from torchstrat import CheckpointManager
 from torchstrat.errors import (
     CancelledByServerLossError,
+    CommunicationTimeoutError,
     ContextError,
     InvalidArgumentError,
     ParameterServerUnavailable,
     WrongTypeError,
 )
-from torchstrat.parameter_server import server_loss
+from torchstrat.parameter_server import job, server_loss
 from torchstrat.parameter_server.variables.remote_access import ServerGroup
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -451,3 +452,36 @@ def test_a_server_that_is_lost_while_a_table_grows(tmp_path: Path, monkeypatch: 
         running.run(Table.step, running.made, 1, 14)
         checkpoint.restore(tmp_path / "after")
         assert torch.equal(table.weight.detach(), saved)
+
+
+# -- servers that are late ---------------------------------------------------------------------------------------------
+
+
+def test_state_that_did_not_reach_the_servers_comes_with_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    push, tries = job.Job.push_optimizer, iter((True, False))
+
+    def late_once(self: job.Job, optimizer: torch.optim.Optimizer) -> None:
+        if next(tries):
+            raise CommunicationTimeoutError("a server was busy")
+        push(self, optimizer)
+
+    def step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+
+    monkeypatch.setattr(job.Job, "push_optimizer", late_once)
+    made: list[Any] = []
+
+    def place() -> None:
+        with strategy.scope():
+            made.append(nn.Linear(1, 1, bias=False))
+            nn.init.zeros_(made[0].weight)
+            made.append(torch.optim.SGD(made[0].parameters(), lr=1.0, momentum=1.0))
+            made[1].state[made[0].weight]["momentum_buffer"] = torch.full((1, 1), 2.0)
+
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with pytest.raises(CommunicationTimeoutError):
+            place()
+        ts.coordinator.ClusterCoordinator(strategy).schedule(step, args=made).get(timeout=60)
+        assert made[0].state_dict()["weight"].item() == -3.0
