@@ -276,7 +276,8 @@ class ComponentBuffers:
             state.level()
         self._shares = dict(zip(self._replicas, shares(ReduceOp.MEAN, weights), strict=True))
         # All values, then all writes: a warning may be an error, and several modules have one tensor for a buffer.
-        found = [self._merged(state, rows) for state in self.states]
+        firsts = {id(state.original): state for state in reversed(self.states)}
+        found = [self._merged(one, rows, is_first=firsts[id(one.original)] is one) for one in self.states]
         self._own.keep(self.states, self._replicas)
         done: dict[int, torch.Tensor] = {}
         for state, (central, first, replaced) in zip(self.states, found, strict=True):
@@ -284,10 +285,9 @@ class ComponentBuffers:
                 first.data = replaced
             if state.replaced:
                 state.replaced = dict.fromkeys(self._replicas, first)
-            if central is None or state.central is None:
-                continue
             if id(state.original) in done:
                 state.central = done[id(state.original)]
+            if central is None or state.central is None:
                 continue
             if _can_take(state.central, central):
                 state.central.copy_(central)
@@ -307,10 +307,10 @@ class ComponentBuffers:
                 state.central = state.data[first]
 
     def _merged(
-        self, state: _BufferState, rows: Sequence[int | None]
+        self, state: _BufferState, rows: Sequence[int | None], *, is_first: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The values of the tensor that stood there, where there was one; and where replicas have put others there, the
-        one that lasts, and its values unless it has them."""
+        """The values of the tensor that stood there, where there was one and this is the first of its places; and where
+        replicas have put others there, the one that lasts, and its values unless it has them."""
         counted = [replica for replica, share in self._shares.items() if share]
         replicas = counted if state.made_by is None or state.is_shared else [state.made_by]
         central = first = replaced = None
@@ -321,7 +321,7 @@ class ComponentBuffers:
             if len(tensors) == len(found):
                 merged = self._merge(state, tensors, replicas, is_mean_of_others=True)
                 replaced = None if merged is tensors[replicas[0]] else merged
-        if state.central is not None:
+        if state.central is not None and is_first:
             central = self._merge(state, state.data, replicas, is_mean_of_others=state.made_by is None)
         left = central if not state.replaced else first if replaced is None else replaced
         if state.count is not None and rows and counts_rows(state.slot.module, state.slot.name, left):
