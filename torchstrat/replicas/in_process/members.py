@@ -132,10 +132,6 @@ class _Row(NamedTuple):
         vars(self.module)[self.name] = self.table  # ``del layers[1]`` has put another dictionary in its place
         refill(self.table, self.before)
 
-    def install(self, replica: int) -> None:
-        if replica in self.own:
-            refill(self.table, self.own[replica])
-
     def change(self) -> str:
         """What the first of them did, for an error."""
         for own in self.own.values():
@@ -175,7 +171,6 @@ class ReplacedMembers:
         self._places: dict[tuple[int, str], _Place] = {}
         self._made: dict[tuple[int, str], tuple[int, object]] = {}  # by whom, where there was none
         self._rows: list[_Row] = []
-        self._changed_rows: list[_Row] = []
 
     def begin(self, modules: Iterable[object]) -> None:
         """A run of several replicas begins, which have these."""
@@ -201,15 +196,11 @@ class ReplacedMembers:
         return True
 
     def park(self, replica: int) -> None:
-        for module, name, table, before, own in self._rows:  # many: a call for each would be most of this turn's time
-            now = vars(module)[name]
+        for row in self._rows:  # many: a call for each would be most of this turn's time
+            now, before = vars(row.module)[row.name], row.before
             is_as_before = len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
-            if now is table and is_as_before and replica not in own:
-                continue
-            row = _Row(module, name, table, before, own)
-            if not own:
-                self._changed_rows.append(row)
-            row.park(replica, now)
+            if now is not row.table or not is_as_before or replica in row.own:
+                row.park(replica, now)
         for place in self._places.values():
             now = place.table.get(place.name)
             if now is not place.before:
@@ -217,8 +208,9 @@ class ReplacedMembers:
                 place.table[place.name] = place.before
 
     def install(self, replica: int) -> None:
-        for row in self._changed_rows:
-            row.install(replica)
+        for row in self._rows:
+            if replica in row.own:
+                refill(row.table, row.own[replica])
         for place in self._places.values():
             if replica in place.own:
                 place.table[place.name] = place.own[replica]
@@ -230,17 +222,18 @@ class ReplacedMembers:
 
     def grown(self) -> nn.Module | None:
         """A container with numbers into which replicas have put something new."""
-        for row in self._changed_rows:
+        for row in self._rows:
             known = set(map(id, row.before.values()))
             if any(id(one) not in known for own in row.own.values() for one in own.values()):
                 return row.module
         return None
 
     def refuse_of_some(self, replicas: list[int]) -> None:
-        for row in self._changed_rows:
-            _require_all(replicas, row.own, row.change())
+        for row in self._rows:
+            if row.own:
+                _require_all(replicas, row.own, row.change())
         for place in self._places.values():
             _require_all(replicas, place.own, _put_in_place(place.before, place.module, place.name))
 
     def forget(self) -> None:
-        self._places, self._made, self._rows, self._changed_rows = {}, {}, [], []
+        self._places, self._made, self._rows = {}, {}, []
