@@ -33,6 +33,7 @@ from tests.support.ps_meeting import (
     wire_to,
 )
 from torchstrat.cluster_resolver import ClusterSpec
+from torchstrat.distributed.cluster import host_and_port
 from torchstrat.errors import (
     AuthenticationError,
     ClusterConfigError,
@@ -49,7 +50,6 @@ from torchstrat.parameter_server.membership.cluster_checks import (
     LINES_PER_INTERVAL,
     Complaints,
     check_parameter_server_cluster,
-    join_address,
     split_address,
 )
 from torchstrat.parameter_server.membership.control_channel import ControlChannel, EventThread, connect
@@ -601,7 +601,7 @@ def test_a_cluster_is_good_or_one_clear_error(cluster: Any, task_type: Any, task
 
 @pytest.mark.parametrize("address", ["host:1", "[::1]:65535", "10.0.0.1:0"])
 def test_addresses_are_taken_apart_and_put_together(address: str) -> None:
-    assert join_address(*split_address(address, "somebody")) == address
+    assert host_and_port(*split_address(address, "somebody")) == address
 
 
 # -- control connections: who gets in, what a stranger learns, and what happens to messages that were tampered with ----

@@ -114,11 +114,6 @@ def split_address(address: str, whose: Task | str) -> tuple[str, int]:
     return host, number
 
 
-def join_address(host: str, port: int) -> str:
-    """What `split_address` takes apart."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 INTERVAL_SECONDS = 30.0
 LINES_PER_INTERVAL = 5
 

@@ -53,8 +53,9 @@ from torchstrat.core.errors import (
     TorchstratError,
     VersionMismatchError,
 )
+from torchstrat.distributed.cluster import host_and_port
 from torchstrat.parameter_server.interface import Peer, Task
-from torchstrat.parameter_server.membership.cluster_checks import join_address, split_address
+from torchstrat.parameter_server.membership.cluster_checks import split_address
 from torchstrat.parameter_server.membership.control_channel import (
     ControlChannel,
     FrameKeys,
@@ -380,7 +381,7 @@ class ControlListener:
         for sock in (self._listening, self._wake_receiver, self._wake_sender):
             keep_out_of_children(sock)
         host, port = self._listening.getsockname()[:2]
-        self.address = join_address(host, port)
+        self.address = host_and_port(host, port)
         self._lock = threading.Lock()
         self._closed = False
         self._strangers: dict[socket.socket, None] = {}  # an ordered set
@@ -430,7 +431,7 @@ class ControlListener:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     time.sleep(OUT_OF_DESCRIPTORS_SECONDS)
                 continue  # otherwise the connection was gone before it was accepted
-            self._admit(sock, join_address(host, port))
+            self._admit(sock, host_and_port(host, port))
 
     def _admit(self, sock: socket.socket, address: str) -> None:
         thread = threading.Thread(target=self._serve, args=(sock, address), name="control connection", daemon=True)
